@@ -9,7 +9,7 @@
                 32  16 xxh3_128 of NAME.bin
                 48  4  u32 length of the JSON that follows
                 52  n  JSON: TokenizerInfo
-                .   .  i64 x (documents + 1): token offset of each document, then the number of tokens
+                .   .  i64 x (documents + 1): offset of each document, then the number of tokens
                 .   16 xxh3_128 of all the bytes before
 
 The index is written last and atomically: a token file without its index does not exist. Pointers

@@ -1,0 +1,56 @@
+"""`events.jsonl`: what happened to a run, with time, who, and why. Append-only.
+
+Kinds: started, resumed, checkpoint_committed, checkpoint_failed, checkpoint_waited, retired,
+config_changed, evaluated, stop_requested, stopped, superseded, refused, failed, repaired.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from keepstep.trainer.jsonlines import JsonLines, read_lines
+
+FILE_NAME = "events.jsonl"
+
+
+class Events:
+    """The event file of a run, open for appending by one process."""
+
+    def __init__(self, run_dir: Path, *, role: str, rank: int | None = None) -> None:
+        """Open the file.
+
+        Args:
+            run_dir: the run directory.
+            role: "launcher" or "rank".
+            rank: of a rank.
+        """
+        self._lines = JsonLines(run_dir / FILE_NAME)
+        self._who: dict[str, Any] = {"role": role, "host": socket.gethostname(), "pid": os.getpid()}
+        if rank is not None:
+            self._who["rank"] = rank
+
+    def append(self, kind: str, reason: str, **details: object) -> None:
+        """Add an event of `kind`, with its reason in words and its figures."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        self._lines.append({"time": now, "event": kind, **self._who, "reason": reason, **details})
+
+    def repair(self) -> int:
+        """Cut a torn last line off; only for the one who holds the run directory's lock."""
+        return self._lines.repair()
+
+    def sync(self) -> None:
+        """Make the lines durable."""
+        self._lines.sync()
+
+
+def read_events(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """All events, oldest first; only those of `kind` if given."""
+    return [
+        line
+        for line in read_lines(run_dir / FILE_NAME)
+        if kind is None or line.get("event") == kind
+    ]

@@ -1,0 +1,107 @@
+"""Append-only files of JSON lines: one whole line a write, a torn last line repaired on opening.
+
+Readers skip nothing: a line that is not JSON is an error, unless it is the torn last one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from keepstep.trainer.errors import RunDirError
+
+
+def to_json(value: object) -> object:
+    """`value` with floats that JSON lacks as the strings "nan", "inf" and "-inf".
+
+    Python's `float()` reads those back; all others round-trip exactly as they are.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(one) for one in value]
+    return value
+
+
+class JsonLines:
+    """A file that lines are appended to. Several processes may append to one file."""
+
+    def __init__(self, path: Path) -> None:
+        """Open for appending; a torn last line, which a crash left, is cut off.
+
+        Raises:
+            RunDirError: the file cannot be opened.
+        """
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise RunDirError(f"{path}: cannot open for appending: {error.strerror}") from error
+
+    def repair(self) -> int:
+        """Cut a torn last line off; how many bytes went. Only for the one who holds the lock."""
+        size_bytes = os.fstat(self._fd).st_size
+        keep_bytes = _whole_lines_bytes(self._fd, size_bytes)
+        if keep_bytes < size_bytes:
+            os.ftruncate(self._fd, keep_bytes)
+        return size_bytes - keep_bytes
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write one object as one line. In the page cache on return: see `sync`.
+
+        Raises:
+            RunDirError: the file system refused (disk full and the like).
+        """
+        data = json.dumps(to_json(line), allow_nan=False).encode() + b"\n"
+        try:
+            written = os.write(self._fd, data)  # one write: lines of two processes do not mix
+        except OSError as error:
+            raise RunDirError(f"{self.path}: cannot append: {error.strerror}") from error
+        if written != len(data):
+            raise RunDirError(f"{self.path}: wrote {written} of {len(data)} bytes: disk full?")
+
+    def sync(self) -> None:
+        """Make what was appended durable."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+def _whole_lines_bytes(fd: int, size_bytes: int) -> int:
+    """Length of the part that ends with a newline."""
+    end = size_bytes
+    while end > 0:
+        first = max(0, end - (1 << 16))
+        newline = os.pread(fd, end - first, first).rfind(b"\n")
+        if newline >= 0:
+            return first + newline + 1
+        end = first
+    return 0
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a file; none if there is no file.
+
+    Raises:
+        RunDirError: a line that is no JSON object; names its number.
+    """
+    if not path.exists():
+        return []
+    lines: list[dict[str, Any]] = []
+    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise RunDirError(f"{path}:{number}: not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise RunDirError(f"{path}:{number}: expected an object, found {text[:80]!r}")
+        lines.append(value)
+    return lines

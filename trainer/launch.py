@@ -1,0 +1,329 @@
+"""Starts the ranks of one machine by forking a warm, single-threaded process, and minds them.
+
+Forking after the imports makes a start take a second instead of a minute. It is sound only while
+the parent has run no torch op and has one thread, so that is asserted. Ranks meet through a
+FileStore in a private directory, die with the launcher (PR_SET_PDEATHSIG), and report on a pipe.
+When one fails, the others fail too, because its sockets close: the launcher tells cause from
+consequence, names the cause on one line, and kills what is left by pidfd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import setproctitle
+
+from keepstep.trainer.errors import RankFailed, TrainerError
+from keepstep.trainer.rundir import process_start_ticks
+from keepstep.trainer.signals import forward_stop, ignore_stop
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+WARM_MODULES = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "torch.optim",
+)
+GRACE_S = 2.0
+"""How long the other ranks may still say what they saw, once one has failed."""
+_PR_SET_PDEATHSIG = 1
+_RENDEZVOUS_PREFIX = "keepstep-rendezvous-"
+
+# What a healthy rank says when another died: never the cause if any rank says something else.
+_CONSEQUENCES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "connectFullMesh failed",
+    "Timed out waiting",
+)
+
+Report: TypeAlias = Mapping[str, Any]
+RankMain: TypeAlias = Callable[["RankStart"], None]
+
+
+def process_title(role: str, run: str) -> str:
+    """What `ps` shows of a process: role (with its rank), host and run."""
+    return f"keepstep: {role} host {socket.gethostname()} run {run}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankStart:
+    """What a rank is given at birth.
+
+    Attributes:
+        rank: of `world_size`.
+        world_size: how many there are.
+        rendezvous: directory of the FileStore.
+        report_fd: a pipe to the launcher; JSON lines.
+    """
+
+    rank: int
+    world_size: int
+    rendezvous: Path
+    report_fd: int
+
+    def report(self, kind: str, **fields: object) -> None:
+        """Tell the launcher something; it is handed to `on_report`."""
+        line = json.dumps({"kind": kind, "rank": self.rank, **fields}).encode() + b"\n"
+        os.write(self.report_fd, line)
+
+
+def use_one_thread() -> None:
+    """Set the environment under which numpy and torch start no threads. Call before any import."""
+    os.environ.update(ONE_THREAD)
+
+
+def warm_up() -> None:
+    """Import everything that a rank needs, and run no torch op.
+
+    Raises:
+        TrainerError: the process has more than one thread, so that forking it is not safe.
+    """
+    for name in WARM_MODULES:
+        importlib.import_module(name)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise TrainerError(
+            f"this process has {threads} threads, 1 is needed to fork ranks from it: something "
+            "imported before keepstep has started them (is OPENBLAS_NUM_THREADS=1 set?)"
+        )
+
+
+def run_ranks(
+    world_size: int,
+    main: RankMain,
+    *,
+    run: str,
+    log_path: Callable[[int], Path],
+    on_report: Callable[[Report], None],
+) -> None:
+    """Fork the ranks, mind them until all have ended well, and leave nothing behind.
+
+    SIGTERM or Ctrl-C is passed on to rank 0 once; a second one kills the ranks at once.
+
+    Args:
+        world_size: how many.
+        main: what each runs; to return is to end well.
+        run: the run's name, for process titles.
+        log_path: where the standard output and error of a rank go.
+        on_report: called with each report of a rank, in this process.
+
+    Raises:
+        RankFailed: the first cause, on one line.
+        StopNow: a second signal.
+    """
+    with _rendezvous_directory() as rendezvous:
+        minder = _Minder(on_report)
+        try:
+            forward_stop(minder.request_stop)
+            for rank in range(world_size):
+                minder.add(rank, *_fork(rank, world_size, rendezvous, main, run, log_path))
+            minder.wait()
+        finally:
+            ignore_stop()
+            minder.kill_all()
+
+
+@contextlib.contextmanager
+def _rendezvous_directory() -> Iterator[Path]:
+    """A private directory that names its owner; those of dead owners are removed first."""
+    parent = Path(tempfile.gettempdir())
+    for stale in parent.glob(f"{_RENDEZVOUS_PREFIX}*"):
+        pid, _, ticks = stale.name.removeprefix(_RENDEZVOUS_PREFIX).partition("-")
+        is_ours = stale.lstat().st_uid == os.getuid() and pid.isdigit()
+        if is_ours and str(process_start_ticks(int(pid))) != ticks:
+            shutil.rmtree(stale, ignore_errors=True)
+    pid_now = os.getpid()
+    path = parent / f"{_RENDEZVOUS_PREFIX}{pid_now}-{process_start_ticks(pid_now)}"
+    path.mkdir(mode=0o700)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _fork(
+    rank: int,
+    world_size: int,
+    rendezvous: Path,
+    main: RankMain,
+    run: str,
+    log_path: Callable[[int], Path],
+) -> tuple[int, int]:
+    """Fork one rank; its pid and the reading end of its pipe."""
+    reading, writing = os.pipe()
+    launcher = os.getpid()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return pid, reading
+    start = RankStart(rank, world_size, rendezvous, writing)
+    _run_rank(start, main, run, log_path(rank), launcher)
+
+
+def _run_rank(start: RankStart, main: RankMain, run: str, log: Path, launcher: int) -> NoReturn:
+    """The life of a forked rank. Never returns into the launcher's code."""
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:  # it died before the line above
+            os._exit(1)
+        setproctitle.setproctitle(process_title(f"rank {start.rank}", run))
+        _redirect_output(log)
+        main(start)
+        code = 0
+    except BaseException as error:  # noqa: BLE001 - whatever ends a rank is reported, then it ends
+        traceback.print_exc()
+        start.report("failed", error=type(error).__name__, message=_one_line(error))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _redirect_output(log: Path) -> None:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    typed = isinstance(error, TrainerError) or type(error).__module__.startswith("keepstep.")
+    return " ".join((text if typed else f"{type(error).__name__}: {text}").split())
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    rank: int
+    message: str
+    at_s: float
+
+    @property
+    def is_consequence(self) -> bool:
+        return any(words in self.message for words in _CONSEQUENCES)
+
+
+@dataclass(slots=True)
+class _Rank:
+    pid: int
+    pidfd: int
+    pipe: int
+    pending: bytes = b""
+    has_reported_failure: bool = False
+
+
+class _Minder:
+    """Waits for ranks to report and to end."""
+
+    def __init__(self, on_report: Callable[[Report], None]) -> None:
+        self._on_report = on_report
+        self._ranks: dict[int, _Rank] = {}
+        self._selector = selectors.DefaultSelector()
+        self._failures: list[_Failure] = []
+        self._deadline_s: float | None = None
+
+    def add(self, rank: int, pid: int, pipe: int) -> None:
+        """Mind this rank too."""
+        one = _Rank(pid, os.pidfd_open(pid), pipe)
+        self._ranks[rank] = one
+        self._selector.register(one.pidfd, selectors.EVENT_READ, (rank, self._ended))
+        self._selector.register(pipe, selectors.EVENT_READ, (rank, self._readable))
+
+    def request_stop(self, name: str) -> None:
+        """Pass a stop request on to rank 0, from whom all learn of it in the step's reduction."""
+        self._on_report({"kind": "stop_requested", "reason": f"asked by {name}"})
+        if 0 in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._ranks[0].pidfd, signal.SIGTERM)
+
+    def wait(self) -> None:
+        """Until all ranks have ended. Raises RankFailed with the first cause."""
+        while self._ranks:
+            timeout_s = None
+            if self._deadline_s is not None:
+                timeout_s = self._deadline_s - time.monotonic()
+                if timeout_s <= 0:
+                    break
+            for key, _ in self._selector.select(timeout_s):
+                rank, handle = key.data
+                if rank in self._ranks:
+                    handle(rank)
+        if self._failures:
+            first = min(self._failures, key=lambda one: (one.is_consequence, one.at_s))
+            raise RankFailed(f"rank {first.rank}: {first.message}", rank=first.rank)
+
+    def _readable(self, rank: int) -> None:
+        """Take what the rank has written. At the end of its pipe, wait for its death alone."""
+        one = self._ranks[rank]
+        data = os.read(one.pipe, 1 << 16)
+        if not data:
+            self._selector.unregister(one.pipe)
+            return
+        *lines, one.pending = (one.pending + data).split(b"\n")
+        for line in lines:
+            report = json.loads(line)
+            if report["kind"] == "failed":
+                one.has_reported_failure = True
+                self._fail(rank, report["message"])
+            else:
+                self._on_report(report)
+
+    def _ended(self, rank: int) -> None:
+        """Reap a rank; a death that it did not report itself is a failure."""
+        one = self._ranks[rank]
+        while one.pipe in self._selector.get_map():
+            self._readable(rank)
+        _, status = os.waitpid(one.pid, 0)
+        self._selector.unregister(one.pidfd)
+        os.close(one.pidfd)
+        os.close(one.pipe)
+        del self._ranks[rank]
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            self._fail(rank, f"killed by {signal.Signals(-code).name}")
+        elif code and not one.has_reported_failure:
+            self._fail(rank, f"ended with exit code {code} and without a word")
+
+    def _fail(self, rank: int, message: str) -> None:
+        now_s = time.monotonic()
+        self._failures.append(_Failure(rank, message, now_s))
+        if self._deadline_s is None:
+            self._deadline_s = now_s + GRACE_S
+
+    def kill_all(self) -> None:
+        """Kill what still lives, and reap it."""
+        for one in self._ranks.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(one.pidfd, signal.SIGKILL)
+        for one in self._ranks.values():
+            os.waitpid(one.pid, 0)
+            os.close(one.pidfd)
+            os.close(one.pipe)
+        self._ranks.clear()
+        self._selector.close()

@@ -3,8 +3,8 @@
 An object is a file at ``root/key``. It is written beside its place under a temporary name
 (``.keepstep-tmp-NAME~16HEX``: no key can be that), fsynced, and only then renamed or linked there;
 then the directory is fsynced. The directories above are fsynced *before* that moment, each time:
-one that another process has just made may not be durable yet. So after a power loss an object is the
-old one or the new one, whole, and what was acknowledged is there.
+one that another process has just made may not be durable yet. So after a power loss an object is
+the old one or the new one, whole, and what was acknowledged is there.
 
 Links inside the root are never followed. `delete` removes the directories that it empties.
 """
@@ -119,11 +119,9 @@ class FileStore:
                 # Not made yet, or removed as empty by a delete since. Ours is in it from now on.
                 with suppress(FileNotFoundError):
                     directories.make(self._posix, self._root, above)
-        with directories.opened(
-            self._posix, self._root, ()
-        ):  # raises if it is the root that is gone
-            pass
-        raise OSError(errno.EAGAIN, "its directory was removed each time it was made")
+        with directories.opened(self._posix, self._root, ()):
+            # The root is there, or that line would have raised.
+            raise OSError(errno.EAGAIN, "its directory was removed each time it was made")
 
     def _fill(
         self, file_fd: int, key: str, chunks: Iterable[Buffer], size_bytes: int | None

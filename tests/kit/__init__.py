@@ -1,0 +1,1 @@
+"""What several tests share: suites, misbehaving parts, and makers of small inputs."""

@@ -7,13 +7,33 @@ tensors.
 
 from __future__ import annotations
 
+import re
+from math import prod
 from typing import Any
 
 import msgspec
 
-from keepstep.ckpt.placement import Mesh, Placement
+from keepstep.ckpt.checksum import DIGEST_DIGITS
+from keepstep.ckpt.document import check_json, decode, encode, shortened
+from keepstep.ckpt.dtypes import DTYPES
+from keepstep.ckpt.errors import CheckpointError, FormatError
+from keepstep.ckpt.names import job_fault, name_fault
+from keepstep.ckpt.placement import DIMS_MAX, Mesh, Placement, mesh_size
+from keepstep.ckpt.plan import check_structure, plan_digest
+from keepstep.storage.store import Buffer
 
 FORMAT_VERSION = 1
+
+MANIFEST_BYTES_MAX = 1 << 28
+"""Room for 10^6 tensors."""
+
+GENERATION_MAX = 10**6 - 1
+STEP_MAX = 10**12 - 1
+EXTENT_MAX = 2**48
+"""The longest dim, and the most bytes of data in one image: far beyond any, far below overflow."""
+
+_DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_DIGITS}}}")
+_HEADER_ALIGNMENT_BYTES = 4_096
 
 
 class State(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
@@ -59,3 +79,128 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plan_digest: str
     images: tuple[ImageRecord, ...]
     """One per rank that owns at least one byte, ascending by rank."""
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as stored; equal manifests make equal bytes.
+
+    Raises FormatError (file "manifest") for one that `decode_manifest` would refuse, and
+    NotRepresentable for a value that JSON does not have.
+    """
+    check_json(manifest.values, "values")
+    data = encode(manifest)
+    check_manifest(manifest, "manifest")
+    if len(data) > MANIFEST_BYTES_MAX:
+        raise FormatError("manifest", "", f"at most {MANIFEST_BYTES_MAX} bytes", f"{len(data)}")
+    return data
+
+
+def decode_manifest(data: Buffer, file: str) -> Manifest:
+    """The manifest in `data`, checked in itself (`check_manifest`).
+
+    Raises FormatError (Foreign, NewerVersion) and nothing else.
+    """
+    manifest = decode(
+        data, Manifest, bytes_max=MANIFEST_BYTES_MAX, file=file, version_known=FORMAT_VERSION
+    )
+    try:
+        check_json(manifest.values, "values")
+    except CheckpointError as error:
+        raise FormatError(file, "values", "plain JSON", shortened(str(error))) from error
+    check_manifest(manifest, file)
+    return manifest
+
+
+def check_state(state: State, file: str, field: str) -> None:
+    """Raise FormatError unless generation and step have the digits that keys have for them."""
+    for name, number, most in (
+        ("generation", state.generation, GENERATION_MAX),
+        ("step", state.step, STEP_MAX),
+    ):
+        if not 0 <= number <= most:
+            raise FormatError(file, f"{field}.{name}", f"0 to {most}", f"{number}")
+
+
+def check_digest(digest: str, file: str, field: str) -> None:
+    """Raise FormatError unless `digest` is 32 lower-case hex digits."""
+    if _DIGEST.fullmatch(digest) is None:
+        expected = f"{DIGEST_DIGITS} lower-case hex digits"
+        raise FormatError(file, field, expected, shortened(repr(digest)))
+
+
+def check_manifest(manifest: Manifest, file: str) -> None:
+    """Raise FormatError unless all parts of the manifest are possible and agree.
+
+    Its plan digest is that of its structure, and its images have together as many bytes of data as
+    its tensors.
+    """
+    if manifest.format != FORMAT_VERSION:
+        raise FormatError(file, "format", f"{FORMAT_VERSION}", f"{manifest.format}")
+    fault = job_fault(manifest.job)
+    if fault is not None:
+        raise FormatError(
+            file, "job", "a job's name", f"{shortened(manifest.job)!r}, which {fault}"
+        )
+    check_state(manifest.state, file, "state")
+    try:
+        check_structure(manifest.mesh, manifest.placements, manifest.tensors)
+    except CheckpointError as error:
+        raise FormatError(file, "tensors", "placements that fit", shortened(str(error))) from error
+    tensor_bytes = _check_tensors(manifest, file)
+    _check_aliases(manifest, file)
+    check_digest(manifest.plan_digest, file, "plan_digest")
+    digest = plan_digest(manifest.mesh, manifest.placements, manifest.tensors)
+    if digest != manifest.plan_digest:
+        raise FormatError(file, "plan_digest", f"{digest}, of its structure", manifest.plan_digest)
+    data_bytes = _check_images(manifest, file)
+    if data_bytes != tensor_bytes:
+        expected = f"{tensor_bytes} bytes of data in all, as the tensors have"
+        raise FormatError(file, "images", expected, f"{data_bytes}")
+
+
+def _check_tensors(manifest: Manifest, file: str) -> int:
+    """Check names and shapes; return how many bytes all tensors have."""
+    total = 0
+    for name, spec in manifest.tensors.items():
+        fault = name_fault(name)
+        if fault is not None:
+            raise FormatError(file, f"tensors[{shortened(name)!r}]", "a name", f"one that {fault}")
+        if len(spec.shape) > DIMS_MAX or not all(0 <= size <= EXTENT_MAX for size in spec.shape):
+            expected = f"at most {DIMS_MAX} dims of 0 to {EXTENT_MAX}"
+            found = shortened(str(spec.shape))
+            raise FormatError(file, f"tensors[{shortened(name)!r}].shape", expected, found)
+        total += prod(spec.shape) * DTYPES[spec.dtype].itemsize
+    return total
+
+
+def _check_aliases(manifest: Manifest, file: str) -> None:
+    for alias, name in manifest.aliases.items():
+        field = f"aliases[{shortened(alias)!r}]"
+        fault = name_fault(alias)
+        if fault is not None:
+            raise FormatError(file, field, "a name", f"one that {fault}")
+        if alias in manifest.tensors:
+            raise FormatError(file, field, "a name that no tensor has", "a tensor's name")
+        if name not in manifest.tensors:
+            raise FormatError(file, field, "a tensor's name", shortened(repr(name)))
+
+
+def _check_images(manifest: Manifest, file: str) -> int:
+    """Check the images' records; return how many bytes of data they have together."""
+    total, rank_before = 0, -1
+    for index, image in enumerate(manifest.images):
+        field = f"images[{index}]"
+        if not rank_before < image.rank < mesh_size(manifest.mesh):
+            expected = f"above {rank_before} and below {mesh_size(manifest.mesh)}"
+            raise FormatError(file, f"{field}.rank", expected, f"{image.rank}")
+        rank_before = image.rank
+        if image.header_bytes < 1 or image.header_bytes % _HEADER_ALIGNMENT_BYTES:
+            expected = f"a multiple of {_HEADER_ALIGNMENT_BYTES}"
+            raise FormatError(file, f"{field}.header_bytes", expected, f"{image.header_bytes}")
+        data_bytes = image.size_bytes - image.header_bytes
+        if not 1 <= data_bytes <= EXTENT_MAX:
+            expected = f"1 to {EXTENT_MAX} bytes more than the header"
+            raise FormatError(file, f"{field}.size_bytes", expected, f"{image.size_bytes}")
+        check_digest(image.digest, file, f"{field}.digest")
+        total += data_bytes
+    return total

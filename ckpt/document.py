@@ -1,0 +1,112 @@
+"""Strict, bounded JSON documents: how manifests and log entries are written and read.
+
+Written: UTF-8, keys sorted, no space, no NaN. Read: within a bound in bytes and depth, no unknown
+field, no duplicate key, no type but the declared one. The reader does not insist on the writer's
+way to write numbers and spaces; digests say whether the bytes are those that were written.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+import msgspec
+
+from keepstep.ckpt.errors import Foreign, FormatError, NewerVersion, NotRepresentable
+from keepstep.ckpt.foreign import seems
+from keepstep.ckpt.values import why_not_json
+from keepstep.storage.store import Buffer
+
+_FOUND_CHARS_MAX = 120
+
+T = TypeVar("T")
+
+
+class _Versioned(msgspec.Struct):
+    """Just the format's number: read first, so that a newer file is not called broken."""
+
+    format: Any = None
+
+
+def encode(document: msgspec.Struct) -> bytes:
+    """The document as canonical JSON: equal documents make equal bytes.
+
+    Free values must have passed `check_json`: NaN, for one, would become null here.
+    """
+    return msgspec.json.encode(document, order="sorted")
+
+
+def decode(
+    data: Buffer, type_: type[T], *, bytes_max: int, file: str, version_known: int | None = None
+) -> T:
+    """The document in `data`, or a FormatError that names `file` and field.
+
+    Raises NewerVersion if `version_known` is given and the field ``format`` is a higher number,
+    Foreign if the bytes seem to be of another kind of file.
+    """
+    size_bytes = memoryview(data).nbytes
+    if size_bytes > bytes_max:
+        raise FormatError(file, "", f"at most {bytes_max} bytes", f"{size_bytes}")
+    kind = seems(data)
+    if kind is not None:
+        raise Foreign(file, "", "JSON", kind)
+    try:
+        if version_known is not None:
+            _check_version(data, version_known, file)
+        document = msgspec.json.decode(data, type=type_)
+        if msgspec.json.encode(document, order="sorted") != data:
+            json.loads(bytes(data).decode(), object_pairs_hook=_no_duplicates)
+    except _DuplicateKeyError as error:
+        raise FormatError(file, "", "distinct keys", f"{error.key!r} twice") from error
+    except msgspec.ValidationError as error:
+        raise FormatError(file, *explained(str(error))) from error
+    except (msgspec.DecodeError, UnicodeError, json.JSONDecodeError) as error:
+        raise FormatError(file, "", "JSON", shortened(str(error))) from error
+    except (RecursionError, OverflowError, ValueError) as error:
+        raise FormatError(file, "", "JSON within bounds", shortened(str(error))) from error
+    return document
+
+
+def check_json(value: object, field: str) -> None:
+    """Raise NotRepresentable unless `value` comes back from JSON as the same value."""
+    reason = why_not_json(value)
+    if reason is not None:
+        raise NotRepresentable(field, reason)
+
+
+def shortened(text: str) -> str:
+    """`text`, or its beginning if it is too long for a message."""
+    return text if len(text) <= _FOUND_CHARS_MAX else text[:_FOUND_CHARS_MAX] + "..."
+
+
+def explained(message: str) -> tuple[str, str, str]:
+    """(field, expected, found) from msgspec's sentence, such as "Expected `int` - at `$.a[0]`"."""
+    sentence, _, path = message.partition(" - at `$")
+    expected, comma, found = sentence.partition(", got ")
+    field = shortened(path.rstrip("`").lstrip("."))
+    if comma:
+        return field, shortened(expected.removeprefix("Expected ")), shortened(found)
+    return field, "a field of the format", shortened(sentence)
+
+
+class _DuplicateKeyError(ValueError):
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = shortened(key)
+
+
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _DuplicateKeyError(key)
+        found[key] = value
+    return found
+
+
+def _check_version(data: Buffer, known: int, file: str) -> None:
+    version = msgspec.json.decode(data, type=_Versioned).format
+    if isinstance(version, int) and version > known:
+        raise NewerVersion(file, "format", known, version)
+    if version is not None and (not isinstance(version, int) or version < 1):
+        raise FormatError(file, "format", f"1 to {known}", shortened(repr(version)))

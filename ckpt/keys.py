@@ -1,0 +1,104 @@
+"""Where things lie in a store: keys made from states, ranks and sequence numbers, and back.
+
+    log/000000/000000012                             entry 12
+    states/g000003/s000000000120/manifest.json       state (3, 120)
+    states/g000003/s000000000120/r00005.safetensors  its image of rank 5
+
+Numbers have a fixed width, so that sorting keys sorts numbers. A key that these functions could not
+have made belongs to somebody else: `parse_key` returns None, and gc does not touch it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from keepstep.ckpt.manifest import State
+
+LOG_PREFIX = "log/"
+STATES_PREFIX = "states/"
+
+SEQ_MAX = 10**9 - 1
+ENTRIES_PER_DIRECTORY = 1_000
+
+_ENTRY = re.compile(r"log/([0-9]{6})/([0-9]{9})")
+_STATE_NAME = re.compile(r"g([0-9]{6})/s([0-9]{12})")
+_STATE = re.compile(r"states/g([0-9]{6})/s([0-9]{12})/(?:manifest\.json|r([0-9]{5})\.safetensors)")
+
+
+@dataclass(frozen=True, slots=True)
+class EntryKey:
+    """The key of log entry `seq`."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestKey:
+    """The key of the manifest of `state`."""
+
+    state: State
+
+
+@dataclass(frozen=True, slots=True)
+class ImageKey:
+    """The key of the image of `rank` in `state`."""
+
+    state: State
+    rank: int
+
+
+Key: TypeAlias = EntryKey | ManifestKey | ImageKey
+
+
+def entry_key(seq: int) -> str:
+    """Key of log entry `seq`. Raises ValueError beyond nine digits."""
+    return f"log/{_digits('seq', seq // ENTRIES_PER_DIRECTORY, 6)}/{_digits('seq', seq, 9)}"
+
+
+def state_name(state: State) -> str:
+    """A state as keys and image headers have it, always of one length: g000003/s000000000120."""
+    generation = _digits("generation", state.generation, 6)
+    return f"g{generation}/s{_digits('step', state.step, 12)}"
+
+
+def parse_state_name(name: str) -> State | None:
+    """The state called `name`, or None if `state_name` could not have made it."""
+    match = _STATE_NAME.fullmatch(name)
+    return None if match is None else State(generation=int(match[1]), step=int(match[2]))
+
+
+def state_prefix(state: State) -> str:
+    """What the keys of all files of `state` begin with; ends in "/"."""
+    return f"{STATES_PREFIX}{state_name(state)}/"
+
+
+def manifest_key(state: State) -> str:
+    """Key of the manifest of `state`."""
+    return f"{state_prefix(state)}manifest.json"
+
+
+def image_key(state: State, rank: int) -> str:
+    """Key of the image of `rank` in `state`."""
+    return f"{state_prefix(state)}r{_digits('rank', rank, 5)}.safetensors"
+
+
+def parse_key(key: str) -> Key | None:
+    """What `key` names, or None if no function of this file could have made it."""
+    match = _ENTRY.fullmatch(key)
+    if match is not None:
+        seq = int(match[2])
+        return EntryKey(seq) if seq // ENTRIES_PER_DIRECTORY == int(match[1]) else None
+    match = _STATE.fullmatch(key)
+    if match is None:
+        return None
+    state = State(generation=int(match[1]), step=int(match[2]))
+    return ManifestKey(state) if match[3] is None else ImageKey(state, int(match[3]))
+
+
+def _digits(what: str, number: int, width: int) -> str:
+    """`number` in exactly `width` digits. A wider one would break the order of keys."""
+    if not 0 <= number < 10**width:
+        raise ValueError(f"{what} {number} does not fit {width} digits")
+    return f"{number:0{width}}"

@@ -27,7 +27,7 @@ from keepstep.ckpt.keys import state_name
 from keepstep.ckpt.manifest import EXTENT_MAX, FORMAT_VERSION, ImageRecord, State
 from keepstep.ckpt.names import check_job, check_name
 from keepstep.ckpt.placement import DIMS_MAX, Mesh, check_mesh, mesh_size
-from keepstep.ckpt.region import Box, whole
+from keepstep.ckpt.region import Box
 
 ALIGNMENT_BYTES = 4_096
 """Data begins at a multiple of this in the file, for O_DIRECT."""
@@ -217,7 +217,7 @@ def _encoded(
             "plan": plan_digest,
             "rank": str(rank),
             "state": state_name(state),
-            "tensors": ";".join(map(_part_text, items.values())),
+            "tensors": msgspec.json.encode(list(map(_part, items.values()))).decode(),
         }
     }
     for name, item in items.items():
@@ -236,19 +236,13 @@ def _encoded(
     return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
 
 
-def _part_text(item: ImageItem) -> str:
-    """Which part of its tensor an item is: "" for the whole of a native type.
+def _part(item: ImageItem) -> tuple[object, ...]:
+    """Which part of its tensor an item is: () for the whole of a tensor of a native type.
 
-    Else ``SHAPE@OFFSETS``, and for a type stored as bytes ``SHAPE@OFFSETS+SIZES:DTYPE``.
+    Else (shape, offsets), and for a type that is stored as bytes (shape, offsets, sizes, type).
     """
-    is_whole = item.box == whole(item.shape)
-    if item.dtype.is_native and is_whole:
-        return ""
-    text = f"{_numbers(item.shape)}@{_numbers(item.box.offsets)}"
-    if item.dtype.is_native:
-        return text
-    return f"{text}+{_numbers(item.box.sizes)}:{item.dtype.name}"
-
-
-def _numbers(numbers: tuple[int, ...]) -> str:
-    return ",".join(map(str, numbers))
+    if not item.dtype.is_native:
+        return item.shape, item.box.offsets, item.box.sizes, item.dtype.name
+    if item.box.sizes == item.shape:
+        return ()
+    return item.shape, item.box.offsets

@@ -17,7 +17,6 @@ from msgspec import UNSET, UnsetType
 
 from keepstep.ckpt.checksum import CHUNK_DIGITS, chunk_count
 from keepstep.ckpt.document import explained, shortened
-from keepstep.ckpt.dtypes import DTYPES
 from keepstep.ckpt.errors import CheckpointError, Foreign, FormatError, NewerVersion
 from keepstep.ckpt.foreign import seems
 from keepstep.ckpt.image import (
@@ -36,14 +35,13 @@ from keepstep.storage.store import Buffer
 # Refused before it is decoded: a list of 10^7 numbers would take 100 times its length in memory.
 _LONG_LIST = re.compile(rb"\[[0-9,\s]{%d}" % (DIMS_MAX * 20))
 _MESH = re.compile(r"(?:[A-Za-z0-9_]{1,32}=[0-9]{1,6},)*")
-_PART = re.compile(r"([0-9,]*)@([0-9,]*)(?:\+([0-9,]*):([A-Z0-9_]{1,16}))?")
 _HEX = re.compile(r"[0-9a-f]*")
 _INDEX = re.compile(r"[0-9]{1,6}")
-_NUMBER_DIGITS_MAX = 18
-_PART_CHARS_MAX = 4_096
+_MESH_CHARS_MAX = 1_024
 _IMPORT = "`keepstep import` reads models of other programs."
 
 _Extent = Annotated[int, msgspec.Meta(ge=0, le=EXTENT_MAX)]
+_Parts = list[list[tuple[_Extent, ...] | str]]
 
 
 class _Node(msgspec.Struct, forbid_unknown_fields=True):
@@ -111,19 +109,22 @@ def header_size(head: Buffer, file: str, size_bytes: int) -> int:
     return LENGTH_BYTES + length
 
 
-def parse(encoded: bytes, file: str, size_bytes: int | None = None) -> ImageHeader:
-    """The sealed header that `encoded` is, whole and without data after it.
+def parse(data: Buffer, file: str, size_bytes: int | None = None) -> ImageHeader:
+    """The sealed header that `data` is, whole and with nothing after it.
 
     Args:
-        encoded: the first `header_size` bytes of the file.
+        data: the first `header_size` bytes of the file.
         file: what messages call it.
         size_bytes: length of the whole file, where it is known: then it must be right.
 
     Raises FormatError (Foreign, NewerVersion) and nothing else.
     """
+    encoded = bytes(data)
     stated = header_size(encoded, file, len(encoded))
     if stated != len(encoded):
-        raise FormatError(file, "header length", f"{len(encoded) - LENGTH_BYTES}", f"{stated - 8}")
+        raise FormatError(
+            file, "header length", f"{len(encoded) - LENGTH_BYTES}", f"{stated - LENGTH_BYTES}"
+        )
     nodes = _nodes(encoded[LENGTH_BYTES:], file)
     metadata = _metadata(nodes, file)
     state = parse_state_name(metadata.state)
@@ -169,7 +170,7 @@ def _nodes(text: bytes, file: str) -> dict[str, _Node]:
 
 
 def _check_ours(text: bytes, file: str) -> None:
-    """Raise Foreign or NewerVersion if `text` is a header, but not of ours, or of a newer format."""
+    """Raise Foreign or NewerVersion if `text` is a header, but not ours, or of a newer format."""
     try:
         peek = msgspec.json.decode(text, type=_Peek)
     except (ValueError, RecursionError):
@@ -199,59 +200,34 @@ def _items(
     nodes: dict[str, _Node], parts_text: str, file: str
 ) -> dict[str, tuple[str, tuple[int, ...], Box]]:
     """What `build` was given: each tensor's logical dtype, global shape and box."""
-    parts = parts_text.split(";") if nodes else []
-    if len(parts) != len(nodes) or (not nodes and parts_text):
-        raise _wrong(file, "tensors", f"{len(nodes)} parts", f"{parts_text.count(';') + 1}")
+    try:
+        parts = msgspec.json.decode(parts_text, type=_Parts)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(file, "__metadata__.tensors", *explained(str(error))[1:]) from error
+    if len(parts) != len(nodes):
+        raise _wrong(file, "tensors", f"{len(nodes)} parts", f"{len(parts)}")
     items = {}
     for (name, node), part in zip(nodes.items(), parts, strict=True):
         if node.dtype is UNSET or node.shape is UNSET or node.data_offsets is UNSET:
-            raise FormatError(
-                file, _entry(name), "dtype, shape and data_offsets", "not all of them"
-            )
-        dtype = DTYPES.get(node.dtype)
-        if dtype is None or not dtype.is_native:
-            known = "a dtype of the format"
-            raise FormatError(file, f"{_entry(name)}.dtype", known, shortened(node.dtype))
-        if len(node.shape) > DIMS_MAX:
-            most = f"at most {DIMS_MAX} dims"
-            raise FormatError(file, f"{_entry(name)}.shape", most, f"{len(node.shape)}")
-        if part:
-            items[name] = _part(node.dtype, node.shape, part, name, file)
-        else:
-            items[name] = (node.dtype, node.shape, Box((0,) * len(node.shape), node.shape))
+            expected = "dtype, shape and data_offsets"
+            raise FormatError(file, _entry(name), expected, "not all of them")
+        match part:
+            case []:
+                items[name] = node.dtype, node.shape, Box((0,) * len(node.shape), node.shape)
+            case [tuple() as shape, tuple() as offsets]:
+                items[name] = node.dtype, shape, Box(offsets, node.shape)
+            case [tuple() as shape, tuple() as offsets, tuple() as sizes, str() as dtype]:
+                items[name] = dtype, shape, Box(offsets, sizes)
+            case _:
+                expected = "[], [shape, offsets] or [shape, offsets, sizes, dtype]"
+                field = f"__metadata__.tensors of {shortened(name)!r}"
+                raise FormatError(file, field, expected, shortened(str(part)))
     return items
-
-
-def _part(
-    stored: str, stored_shape: tuple[int, ...], text: str, name: str, file: str
-) -> tuple[str, tuple[int, ...], Box]:
-    """The dtype, global shape and box that `text`, of ``__metadata__.tensors``, gives a tensor."""
-    field = f"__metadata__.tensors of {shortened(name)!r}"
-    match = _PART.fullmatch(text)
-    if match is None or len(text) > _PART_CHARS_MAX:
-        raise FormatError(
-            file, field, "SHAPE@OFFSETS or SHAPE@OFFSETS+SIZES:DTYPE", shortened(text)
-        )
-    shape, offsets = _numbers(match[1], field, file), _numbers(match[2], field, file)
-    if match[4] is None:
-        return stored, shape, Box(offsets, stored_shape)
-    dtype = DTYPES.get(match[4])
-    if dtype is None or dtype.is_native or dtype.stored != stored:
-        raise FormatError(file, field, f"a dtype that is stored as {stored}", match[4])
-    return dtype.name, shape, Box(offsets, _numbers(match[3], field, file))
-
-
-def _numbers(text: str, field: str, file: str) -> tuple[int, ...]:
-    """Comma-separated numbers; none for ""."""
-    words = text.split(",") if text else []
-    if not all(words) or any(len(word) > _NUMBER_DIGITS_MAX for word in words):
-        raise FormatError(file, field, "numbers with commas between them", shortened(text))
-    return tuple(map(int, words))
 
 
 def _mesh(text: str, file: str) -> Mesh:
     """The mesh in ``__metadata__.mesh``, such as ``pp=1,tp=2``."""
-    if len(text) > _PART_CHARS_MAX or _MESH.fullmatch(f"{text}," if text else "") is None:
+    if len(text) > _MESH_CHARS_MAX or _MESH.fullmatch(f"{text}," if text else "") is None:
         raise _wrong(file, "mesh", "AXIS=SIZE,...", text)
     pairs = [word.split("=") for word in text.split(",")] if text else []
     return Mesh(tuple(MeshAxis(name, int(size)) for name, size in pairs))
@@ -259,11 +235,14 @@ def _mesh(text: str, file: str) -> Mesh:
 
 def _check_layout(header: ImageHeader, nodes: dict[str, _Node], file: str) -> None:
     """Raise FormatError unless the data lies in the header as order and sizes of tensors say."""
-    for (name, item), stated in zip(header.items.items(), nodes, strict=True):
+    for (name, item), (stated, node) in zip(header.items.items(), nodes.items(), strict=True):
         if name != stated:
             expected = "tensors by item size descending, then by name"
             raise FormatError(file, "header", f"{expected}: {shortened(name)!r}", _entry(stated))
-        node = nodes[name]
+        if node.dtype != item.dtype.stored:
+            raise FormatError(
+                file, f"{_entry(name)}.dtype", item.dtype.stored, shortened(str(node.dtype))
+            )
         shape = item.box.sizes if item.dtype.is_native else (item.size_bytes,)
         if node.shape != shape:
             raise FormatError(file, f"{_entry(name)}.shape", f"{shape}", shortened(str(node.shape)))

@@ -1,0 +1,80 @@
+"""One block of memory that holds an image byte for byte, made once and used for every save.
+
+First touch of memory is several times slower than a copy, so it happens here and never again.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from types import TracebackType
+
+PAGE_BYTES = 4096
+
+_TOUCH_BYTES = 1 << 20
+_HEADROOM_BYTES = 64 << 20  # left to the rest of the machine
+
+
+class ArenaTooLarge(MemoryError):
+    """The machine has less memory than the arena needs; the message has both numbers."""
+
+
+class Arena:
+    """Page-aligned anonymous memory of at least `size_bytes`, every page touched.
+
+    Args:
+        size_bytes: what must fit; `capacity_bytes` is that, rounded up to whole pages.
+        what: who needs it, for the message of the error.
+
+    Raises:
+        ArenaTooLarge: before anything is allocated, if the memory that the system calls available
+            is too small.
+    """
+
+    def __init__(self, size_bytes: int, what: str = "an image") -> None:
+        self.capacity_bytes = max(1, -(-size_bytes // PAGE_BYTES)) * PAGE_BYTES
+        available_bytes = _available_bytes()
+        if self.capacity_bytes + _HEADROOM_BYTES > available_bytes:
+            raise ArenaTooLarge(
+                f"{what} needs an arena of {self.capacity_bytes:,} bytes, but only "
+                f"{available_bytes:,} bytes of memory are available (of which "
+                f"{_HEADROOM_BYTES:,} are left free); use fewer ranks a host, or more memory"
+            )
+        self._map = mmap.mmap(-1, self.capacity_bytes)
+        self.view = memoryview(self._map)
+        """All of it, writable."""
+        zeros = bytes(min(_TOUCH_BYTES, self.capacity_bytes))
+        for start in range(0, self.capacity_bytes, _TOUCH_BYTES):
+            end = min(start + _TOUCH_BYTES, self.capacity_bytes)
+            self.view[start:end] = zeros[: end - start]
+
+    def close(self) -> None:
+        """Give the memory back. Tensors that still look into it keep it until they go."""
+        self.view.release()
+        try:
+            self._map.close()
+        except BufferError:
+            return  # a tensor exports it; the map goes with the last of them
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _available_bytes() -> int:
+    """What new allocations can have without swapping, as the kernel reckons it."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

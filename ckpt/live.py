@@ -1,0 +1,145 @@
+"""Reading tensors where they live at this moment: in a module, in an optimizer, behind a function.
+
+What is registered outlives the tensors themselves: torch and users put others in their places. So
+nothing here keeps a tensor alive, except `constant`, which was given just that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import TensorWeakRef
+
+from keepstep.ckpt.errors import NotRepresentable
+from keepstep.ckpt.sharding import local_tensor
+
+_Memory: TypeAlias = tuple[torch.device, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+class LocalPart:
+    """Reads the local part, and sees to it that it is still what was registered."""
+
+    __slots__ = ("_dtype", "_name", "_read", "_shape", "_sharded")
+
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[], torch.Tensor],
+        shape: tuple[int, ...],
+        now: torch.Tensor,
+    ) -> None:
+        self._name = name
+        self._read = read
+        self._shape = shape
+        self._dtype = now.dtype
+        self._sharded = TensorWeakRef(now) if isinstance(now, DTensor) else None
+
+    def __call__(self) -> torch.Tensor:
+        tensor = self._read()
+        if self._sharded is not None and not isinstance(tensor, DTensor):
+            # FSDP shows the gathered parameter between forward and backward; the shard lives on.
+            shard = self._sharded()
+            tensor = tensor if shard is None else shard
+        local = local_tensor(tensor)
+        if local.shape != self._shape or local.dtype != self._dtype:
+            raise NotRepresentable(
+                self._name,
+                f"since registration it has changed from {self._dtype} {self._shape} to "
+                f"{local.dtype} {tuple(local.shape)}; register it anew and plan again",
+            )
+        return local
+
+
+class ModuleTensor:
+    """Reads a parameter or buffer of a module, of this moment."""
+
+    __slots__ = ("_key", "_owner")
+
+    def __init__(self, owner: nn.Module, key: str) -> None:
+        self._owner = owner
+        self._key = key
+
+    def __call__(self) -> torch.Tensor:
+        found: torch.Tensor | None = self._owner._parameters.get(self._key)
+        if found is None:
+            found = self._owner._buffers[self._key]
+        if found is None:
+            raise NotRepresentable(self._key, "the module has set it to None since registration")
+        return found
+
+
+class StateTensor:
+    """Reads a tensor of an optimizer's state, of this moment."""
+
+    __slots__ = ("_key", "_optimizer", "_param")
+
+    def __init__(self, optimizer: torch.optim.Optimizer, param: torch.Tensor, key: str) -> None:
+        self._optimizer = optimizer
+        self._param = param
+        self._key = key
+
+    def __call__(self) -> torch.Tensor:
+        found = self._optimizer.state[self._param][self._key]
+        if not isinstance(found, torch.Tensor):
+            raise NotRepresentable(self._key, f"the optimizer has put a {type(found)} in its place")
+        return found
+
+
+def constant(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Reads the one tensor, which is kept alive."""
+    return lambda: tensor
+
+
+def persistent(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name, owner, key) of all parameters, tied ones each time, and of persistent buffers."""
+    for path, owner in module.named_modules(remove_duplicate=False):
+        start = f"{path}." if path else ""
+        for key, param in owner._parameters.items():
+            if param is not None:
+                yield start + key, owner, key
+        for key, buffer in owner._buffers.items():
+            if buffer is not None and key not in owner._non_persistent_buffers_set:
+                yield start + key, owner, key
+
+
+class KnownTensors:
+    """Which name a tensor was registered under first: by the object, or by its very memory.
+
+    An empty part has no memory, so only the object tells. A tensor that is gone is not found.
+    """
+
+    def __init__(self) -> None:
+        self._by_object: dict[int, tuple[TensorWeakRef, str]] = {}
+        self._by_memory: dict[_Memory, tuple[TensorWeakRef, str]] = {}
+
+    def add(self, tensor: torch.Tensor, name: str) -> None:
+        """Remember `tensor` as `name`."""
+        entry = (TensorWeakRef(tensor), name)
+        self._by_object[id(tensor)] = entry
+        memory = _memory(tensor)
+        if memory is not None:
+            self._by_memory[memory] = entry
+
+    def find(self, tensor: torch.Tensor) -> str | None:
+        """The name of `tensor`, or None."""
+        entry = self._by_object.get(id(tensor))
+        if entry is not None and entry[0]() is tensor:
+            return entry[1]
+        memory = _memory(tensor)
+        entry = None if memory is None else self._by_memory.get(memory)
+        if entry is not None:
+            other = entry[0]()
+            if other is not None and _memory(other) == memory:
+                return entry[1]
+        return None
+
+
+def _memory(tensor: torch.Tensor) -> _Memory | None:
+    local = local_tensor(tensor)
+    if local.layout is not torch.strided or not local.numel() or local.device.type == "meta":
+        return None
+    return (local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)

@@ -1,0 +1,297 @@
+"""What to read for a restore: pure arithmetic from needed boxes to ranges of files.
+
+Three steps: `compare` what is wanted with what a checkpoint has; `find_sources`, which image has
+which part of what is needed; and, when those images' headers are known, `plan_reads`: whole chunks
+(they are what checksums cover), each at most once, neighbours in one range.
+
+Read data goes to a staging block. It keeps the order of the file, so that a part of a stored tensor
+is a strided view of the staging, whatever the part; bytes that nobody needs, far inside, are not
+read, only reserved.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from keepstep.ckpt.checksum import CHUNK_BYTES
+from keepstep.ckpt.errors import NotRestorable, StructureMismatch
+from keepstep.ckpt.image import ImageHeader
+from keepstep.ckpt.manifest import Manifest
+from keepstep.ckpt.plan import Plan
+from keepstep.ckpt.region import Box, Region, intersect, relative_to, runs
+from keepstep.ckpt.structure import Structure
+
+RANK_PREFIX = "rank/"
+"""Names under it belong to one rank of one mesh, and are never restored into another mesh."""
+
+PAGE_BYTES = 4096
+_RUNS_MAX = 65_536  # above it, reading everything in between is cheaper than looking
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a load may do beyond giving back exactly what was saved.
+
+    Attributes:
+        prefixes: load only tensors and values whose names begin with one of these; None: all.
+        allow_missing: leave alone what the checkpoint lacks.
+        allow_unexpected: drop what only the checkpoint has.
+        allow_dtype_change: convert where the dtype differs.
+    """
+
+    prefixes: tuple[str, ...] | None = None
+    allow_missing: bool = False
+    allow_unexpected: bool = False
+    allow_dtype_change: bool = False
+
+    def wants(self, name: str) -> bool:
+        """Whether the name is to be loaded at all."""
+        return self.prefixes is None or name.startswith(self.prefixes)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A part of a needed tensor and the image that has it.
+
+    Attributes:
+        name: what it is called here; `stored` what in the checkpoint (tied weights).
+        owned: the box that the image has.
+        box: the part of it that is needed.
+    """
+
+    name: str
+    stored: str
+    owned: Box
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Chunks of one image: data bytes [start, start + size_bytes) to staging at `stage_offset`."""
+
+    rank: int
+    start: int
+    size_bytes: int
+    stage_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a needed tensor as it lies in staging: a strided view.
+
+    Attributes:
+        name: the tensor as it is called here.
+        dtype: as stored.
+        box: which part, in global coordinates.
+        stage_offset: byte of its first element.
+        strides: in elements.
+    """
+
+    name: str
+    dtype: str
+    box: Box
+    stage_offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """Reads by image, the pieces they bring, and the size of the staging block."""
+
+    reads: tuple[Read, ...]
+    pieces: tuple[Piece, ...]
+    stage_bytes: int
+
+
+def compare(structure: Structure, manifest: Manifest, options: Options) -> dict[str, str]:
+    """Which stored tensor each tensor of `structure` gets: name -> name in the manifest.
+
+    Tied weights may go by any of their names, here and there. What belongs to one rank is left
+    out if the mesh is another one.
+
+    Raises:
+        StructureMismatch: with the complete lists, for what `options` does not allow. Another
+            shape is never allowed.
+    """
+    same_mesh = structure.mesh == manifest.mesh
+    chosen: dict[str, str] = {}
+    missing, changed = [], []
+    for name, spec in structure.tensors.items():
+        if not options.wants(name) or not (same_mesh or is_common(name)):
+            continue
+        stored = _stored_name(name, structure.aliases, manifest)
+        if stored is None:
+            missing.append(name)
+            continue
+        found = manifest.tensors[stored]
+        if found.shape != spec.shape:
+            changed.append(f"{name} has shape {spec.shape} here, {found.shape} there")
+        elif found.dtype != spec.dtype and not options.allow_dtype_change:
+            changed.append(f"{name} is {spec.dtype} here, {found.dtype} there")
+        else:
+            chosen[name] = stored
+    # A tensor that is tied here and not there has a second value that would be lost: unexpected.
+    known = {*chosen.values(), *structure.tensors}
+    unexpected = [
+        name
+        for name in manifest.tensors
+        if name not in known and options.wants(name) and (same_mesh or is_common(name))
+    ]
+    refused = StructureMismatch(
+        f"the checkpoint of generation {manifest.state.generation}, step {manifest.state.step} "
+        f"does not fit; nothing was loaded",
+        missing=() if options.allow_missing else sorted(missing),
+        unexpected=() if options.allow_unexpected else sorted(unexpected),
+        changed=sorted(changed),
+    )
+    if refused.missing or refused.unexpected or refused.changed:
+        raise refused
+    return chosen
+
+
+def is_common(name: str) -> bool:
+    """Whether a tensor belongs to the run, and not to one rank."""
+    return not name.startswith(RANK_PREFIX)
+
+
+def find_sources(
+    plan: Plan, needs: Mapping[str, Box], chosen: Mapping[str, str]
+) -> dict[int, list[Source]]:
+    """Image by rank -> the parts of `needs` (name -> box of it, not empty) that it has.
+
+    Raises:
+        NotRestorable: if the images do not cover a box exactly once.
+    """
+    found: dict[int, list[Source]] = {}
+    for name, need in needs.items():
+        stored = chosen[name]
+        covered = 0
+        for rank, owned in plan.owners(Region(stored, need)):
+            box = intersect(owned, need)
+            if box is not None:
+                covered += box.volume
+                found.setdefault(rank, []).append(Source(name, stored, owned, box))
+        if covered != need.volume:
+            raise NotRestorable(
+                f"{covered} of the {need.volume} elements of {name!r} in {need} are in the images"
+            )
+    return found
+
+
+def plan_reads(
+    sources: Mapping[int, Sequence[Source]], headers: Mapping[int, ImageHeader]
+) -> ReadPlan:
+    """The reads that bring all sources, given the headers of their images.
+
+    Raises:
+        NotRestorable: if an image does not have what the plan says it has.
+    """
+    reads: list[Read] = []
+    pieces: list[Piece] = []
+    stage_offset = 0
+    for rank in sorted(sources):
+        header = headers[rank]
+        spans = [_span(source, header) for source in sources[rank]]
+        staged = _merged([_chunks(low, high) for low, high in spans])
+        offsets: list[int] = []
+        for first, last in staged:
+            offsets.append(stage_offset)
+            size_bytes = min(last * CHUNK_BYTES, header.data_bytes) - first * CHUNK_BYTES
+            stage_offset += -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        needed = _merged(
+            [
+                chunks
+                for source, span in zip(sources[rank], spans, strict=True)
+                for chunks in _needed_chunks(source, header, span)
+            ]
+        )
+        place = _Places(staged, offsets)
+        for first, last in needed:
+            start = first * CHUNK_BYTES
+            end = min(last * CHUNK_BYTES, header.data_bytes)
+            reads.append(Read(rank, start, end - start, place.of(start)))
+        for source, (low, _) in zip(sources[rank], spans, strict=True):
+            dtype = header.items[source.stored].dtype.name
+            strides = _strides(source.owned.sizes)
+            pieces.append(Piece(source.name, dtype, source.box, place.of(low), strides))
+    return ReadPlan(tuple(reads), tuple(pieces), stage_offset)
+
+
+class _Places:
+    """Where a byte of the data lies in staging. Asked in any order."""
+
+    def __init__(self, staged: Sequence[tuple[int, int]], offsets: Sequence[int]) -> None:
+        self._firsts = [first * CHUNK_BYTES for first, _ in staged]
+        self._offsets = offsets
+
+    def of(self, data_offset: int) -> int:
+        index = bisect_right(self._firsts, data_offset) - 1
+        return self._offsets[index] + data_offset - self._firsts[index]
+
+
+def _stored_name(name: str, aliases: Mapping[str, str], manifest: Manifest) -> str | None:
+    if name in manifest.tensors:
+        return name
+    if name in manifest.aliases:
+        return manifest.aliases[name]
+    others = (alias for alias, target in aliases.items() if target == name)
+    return next((other for other in others if other in manifest.tensors), None)
+
+
+def _span(source: Source, header: ImageHeader) -> tuple[int, int]:
+    """First and one-after-last byte of the needed part, counted from the start of the data."""
+    item = header.items.get(source.stored)
+    if item is None or item.box != source.owned:
+        raise NotRestorable(
+            f"the image of rank {header.rank} should have {source.owned} of {source.stored!r}, "
+            f"but has {None if item is None else item.box}"
+        )
+    part = relative_to(source.box, source.owned)
+    low = high = 0
+    for offset, size, stride in zip(
+        part.offsets, part.sizes, _strides(source.owned.sizes), strict=True
+    ):
+        low += offset * stride
+        high += (offset + size - 1) * stride
+    itemsize = item.dtype.itemsize
+    return item.offset + low * itemsize, item.offset + (high + 1) * itemsize
+
+
+def _needed_chunks(
+    source: Source, header: ImageHeader, span: tuple[int, int]
+) -> list[tuple[int, int]]:
+    """The chunks [first, last) that hold the needed part: without gaps of a chunk and more."""
+    item = header.items[source.stored]
+    length = source.box.volume * item.dtype.itemsize
+    if span[1] - span[0] < length + 2 * CHUNK_BYTES:
+        return [_chunks(*span)]
+    parts = list(islice(runs(source.box, source.owned, item.dtype.itemsize), _RUNS_MAX + 1))
+    if len(parts) > _RUNS_MAX:
+        return [_chunks(*span)]
+    return [_chunks(item.offset + offset, item.offset + offset + size) for offset, _, size in parts]
+
+
+def _chunks(low: int, high: int) -> tuple[int, int]:
+    return low // CHUNK_BYTES, -(-high // CHUNK_BYTES)
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The union of ranges [first, last), sorted; neighbours that touch are joined."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], last))
+        else:
+            merged.append((first, last))
+    return merged
+
+
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Elements from one index to the next along each dim of a row-major array."""
+    strides = [1] * len(sizes)
+    for dim in range(len(sizes) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * sizes[dim + 1]
+    return tuple(strides)

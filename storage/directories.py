@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 
 from keepstep.storage.keys import is_segment
 from keepstep.storage.posix import Posix
@@ -18,13 +18,21 @@ from keepstep.storage.posix import Posix
 @contextmanager
 def opened(posix: Posix, root: str, segments: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
     """Descriptors of the root and of each directory below it, closed on exit. Raises OSError."""
-    with ExitStack() as stack:
-        fds = [posix.open_root(root)]
-        stack.callback(posix.close, fds[0])
+    fds: list[int] = []
+    try:
+        fds.append(posix.open_root(root))
         for segment in segments:
             fds.append(posix.open_dir(segment, fds[-1]))
-            stack.callback(posix.close, fds[-1])
         yield tuple(fds)
+    finally:
+        for fd in reversed(fds):
+            close_read_only(posix, fd)
+
+
+def close_read_only(posix: Posix, fd: int) -> None:
+    """Close a descriptor through which nothing was written: a failure has nothing to tell."""
+    with suppress(OSError):
+        posix.close(fd)
 
 
 def make(posix: Posix, root: str, segments: tuple[str, ...]) -> None:

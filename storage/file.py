@@ -254,7 +254,7 @@ class FileStore:
                 self._errors.check_regular(operation, key, status)
                 yield fd, status.st_size
             finally:
-                self._posix.close(fd)
+                directories.close_read_only(self._posix, fd)
 
     # Looking around.
 

@@ -249,7 +249,7 @@ class StoreSuite(ABC):
         data = pattern(3 << 20)
         self.set_raw(store, "k", data)
         target = memoryview(bytearray((1 << 20) * 2))
-        store.read_into("k", 4_097, target.cast("d"))
+        store.read_into("k", 4_097, target.cast("q"))
         assert target == data[4_097 : 4_097 + (2 << 20)]
 
     def test_ranges_refuse_what_makes_no_sense(self, store: Store) -> None:

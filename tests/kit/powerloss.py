@@ -6,9 +6,12 @@ creations, links, renames, removals is. A power loss keeps any subset of what is
 rename inside one directory is one operation. A block that is within the file's size and was never
 written reads as zeros.
 
-`disk_states` yields the states after each recorded call: every subset of up to 12 outstanding
-operations; of more, 1,000 subsets drawn with a seed, and those with all, none, all but one, and
-only one. A state that was yielded before, after the same marks, is not yielded again.
+`disk_states` yields every subset of up to 12 outstanding operations; of more, 1,000 subsets drawn
+with a seed, and those with all, none, all but one, and only one. It looks where something is about
+to become certain (an fsync, a mark, the end): a loss between two such moments leaves a subset of
+what is outstanding at the later one. Above 12, where that one is only sampled, it looks also at the
+last moment with 12 and before each directory operation. A state that was yielded before, after the
+same marks, is not yielded again.
 """
 
 from __future__ import annotations
@@ -320,12 +323,21 @@ def _states(base: _Disk, operations: list[Operation], rng: random.Random) -> Ite
                 certain = certain.with_applied(synced)
             else:
                 waiting.append(operation)
+        if not _worth_a_look(waiting, operations[after : after + 1]):
+            continue
         for kept in _subsets(waiting, rng):
             tree = certain.with_applied(kept).tree()
             fingerprint = hash(tuple(sorted(tree.items(), key=lambda item: item[0])))
             if fingerprint not in seen:
                 seen.add(fingerprint)
                 yield DiskState(after, marks, len(kept), len(waiting), tree)
+
+
+def _worth_a_look(waiting: list[Outstanding], coming: list[Operation]) -> bool:
+    """Whether the states here are not all among those of a later moment."""
+    if not coming or isinstance(coming[0], Sync | Mark) or len(waiting) == EXHAUSTIVE_MAX:
+        return True
+    return len(waiting) > EXHAUSTIVE_MAX and not isinstance(coming[0], Block | Size)
 
 
 def _belongs(operation: Outstanding, node: int) -> bool:

@@ -1,0 +1,65 @@
+"""A path or URL opens a store, or says in one sentence why not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from keepstep.storage.errors import NotFound, Permanent
+from keepstep.storage.locate import open_store
+
+
+def test_a_path_and_its_url_open_the_same_store(tmp_path: Path) -> None:
+    directory = tmp_path / "with space %41 ä"
+    store = open_store(directory, create=True)
+    store.put("k", b"x")
+    for location in (str(directory), store.url, f"file://{tmp_path}/with space %2541 ä"):
+        assert open_store(location).get("k", 1) == b"x"
+    assert open_store(store.url).url == store.url
+    assert open_store(store.url.replace("file://", "file://localhost")).url == store.url
+
+
+def test_nothing_is_made_unless_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no store at"):
+        open_store(tmp_path / "a" / "b")
+    assert os.listdir(tmp_path) == []
+    open_store(tmp_path / "a" / "b", create=True)
+    assert (tmp_path / "a" / "b").is_dir()
+    open_store(tmp_path / "a" / "b", create=True)
+
+
+def test_a_home_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_store("~/s", create=True).url == (tmp_path / "s").as_uri()
+
+
+@pytest.mark.parametrize(
+    ("location", "what"),
+    [
+        ("memory://x", "inside one process"),
+        ("s3://bucket/run", "unknown kind of store 's3'; expected a path, or file:///"),
+        ("FILE://host/path", "three slashes"),
+        ("file://relative", "three slashes"),
+        ("file:///a%00b", "three slashes"),
+        ("", "empty"),
+        ("a\0b", "zero byte"),
+    ],
+)
+@pytest.mark.parametrize("create", [False, True])
+def test_what_cannot_be_opened_is_refused(location: str, what: str, create: bool) -> None:
+    with pytest.raises(Permanent) as caught:
+        open_store(location, create=create)
+    assert what in str(caught.value)
+    assert caught.value.where == location
+
+
+@pytest.mark.parametrize("create", [False, True])
+def test_a_file_is_no_store(tmp_path: Path, create: bool) -> None:
+    (tmp_path / "f").write_bytes(b"")
+    for location in (tmp_path / "f", tmp_path / "f" / "g"):
+        with pytest.raises(Permanent):
+            open_store(location, create=create)
+    with pytest.raises(Permanent, match="is not a directory"):
+        open_store(tmp_path / "f", create=create)

@@ -8,6 +8,7 @@ way to write numbers and spaces; digests say whether the bytes are those that we
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any, TypeVar
 
 import msgspec
@@ -55,9 +56,9 @@ def decode(
             _check_version(data, version_known, file)
         document = msgspec.json.decode(data, type=type_)
         if msgspec.json.encode(document, order="sorted") != data:
-            json.loads(bytes(data).decode(), object_pairs_hook=_no_duplicates)
-    except _DuplicateKeyError as error:
-        raise FormatError(file, "", "distinct keys", f"{error.key!r} twice") from error
+            check_distinct_keys(bytes(data), file)
+    except FormatError:
+        raise
     except msgspec.ValidationError as error:
         raise FormatError(file, *explained(str(error))) from error
     except (msgspec.DecodeError, UnicodeError, json.JSONDecodeError) as error:
@@ -65,6 +66,15 @@ def decode(
     except (RecursionError, OverflowError, ValueError) as error:
         raise FormatError(file, "", "JSON within bounds", shortened(str(error))) from error
     return document
+
+
+def check_distinct_keys(text: bytes, file: str) -> None:
+    """Raise FormatError if an object in `text`, which is JSON, has a key twice. Slow."""
+    try:
+        json.loads(text.decode(), object_pairs_hook=_distinct)
+    except _DuplicateKeyError as error:
+        found = f"{shortened(str(error))!r} twice"
+        raise FormatError(file, "", "distinct keys", found) from error
 
 
 def check_json(value: object, field: str) -> None:
@@ -89,19 +99,16 @@ def explained(message: str) -> tuple[str, str, str]:
     return field, "a field of the format", shortened(sentence)
 
 
-class _DuplicateKeyError(ValueError):
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = shortened(key)
+class _DuplicateKeyError(Exception):
+    """A key for the second time in one object. Never leaves this file."""
 
 
-def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for key, value in pairs:
-        if key in found:
-            raise _DuplicateKeyError(key)
-        found[key] = value
-    return found
+def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    counts = Counter(key for key, _ in pairs)
+    raise _DuplicateKeyError(counts.most_common(1)[0][0])
 
 
 def _check_version(data: Buffer, known: int, file: str) -> None:

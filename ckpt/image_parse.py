@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from keepstep.ckpt.checksum import CHUNK_DIGITS, chunk_count
-from keepstep.ckpt.document import explained, shortened
+from keepstep.ckpt.document import check_distinct_keys, explained, shortened
 from keepstep.ckpt.errors import CheckpointError, Foreign, FormatError, NewerVersion
 from keepstep.ckpt.foreign import seems
 from keepstep.ckpt.image import (
@@ -166,6 +166,8 @@ def _nodes(text: bytes, file: str) -> dict[str, _Node]:
     metadata = nodes.get("__metadata__")
     if metadata is None or metadata.keepstep != str(FORMAT_VERSION):
         _check_ours(text, file)
+    if text.count(b'"data_offsets":') != len(nodes) - 1:
+        check_distinct_keys(text, file)
     return nodes
 
 

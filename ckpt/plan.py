@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -50,6 +50,8 @@ PIECE_BYTES_MIN = 1 << 16
 _SLABS_PER_PART = 64
 """Slabs are thin enough that rounding to them moves a cut by at most this fraction of a part."""
 
+_Splits: TypeAlias = tuple[tuple[int, int, int], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class _Line:
@@ -58,14 +60,16 @@ class _Line:
     Attributes:
         group: the holders, as coordinates per axis.
         names: tensors with at least one byte, sorted.
-        boxes: the box of each.
+        shapes: the global shape of each.
+        splits: how each is cut down to the group's box: (dim, parts, which part), in order.
         starts: where each begins on the line, in bytes, and at the end the line's length.
         cuts: where the parts begin, and at the end the line's length.
     """
 
     group: Coords
     names: list[str]
-    boxes: list[Box]
+    shapes: list[tuple[int, ...]]
+    splits: list[_Splits]
     starts: list[int]
     cuts: list[int]
 
@@ -95,11 +99,11 @@ class _Line:
         """What of tensor `index` lies in `part`; None if nothing does."""
         start, end = self.starts[index], self.starts[index + 1]
         if self.cuts[part] <= start and end <= self.cuts[part + 1]:
-            return self.boxes[index]
-        box = self.boxes[index]
-        dim = self._slab_dim(index)
-        low = self._cut_index(index, dim, self.cuts[part])
-        high = self._cut_index(index, dim, self.cuts[part + 1])
+            return _box_at(self.shapes[index], self.splits[index])
+        box = _box_at(self.shapes[index], self.splits[index])
+        dim = self._slab_dim(index, box.sizes)
+        low = self._cut_index(index, box.sizes, dim, self.cuts[part])
+        high = self._cut_index(index, box.sizes, dim, self.cuts[part + 1])
         if low >= high:
             return None
         offsets, sizes = list(box.offsets), list(box.sizes)
@@ -107,12 +111,11 @@ class _Line:
         sizes[dim] = high - low
         return Box(tuple(offsets), tuple(sizes))
 
-    def _slab_dim(self, index: int) -> int:
+    def _slab_dim(self, index: int, sizes: tuple[int, ...]) -> int:
         """The outermost dim along which slabs are thin enough to cut evenly; else the longest.
 
         A 0-d tensor is never cut: it is smaller than two pieces. So is one without a dim > 1.
         """
-        sizes = self.boxes[index].sizes
         size_bytes = self.starts[index + 1] - self.starts[index]
         thin = max(PIECE_BYTES_MIN, self.starts[-1] // (self.parts * _SLABS_PER_PART))
         for dim, size in enumerate(sizes):
@@ -120,15 +123,35 @@ class _Line:
                 return dim
         return sizes.index(max(sizes)) if sizes else 0
 
-    def _cut_index(self, index: int, dim: int, cut: int) -> int:
+    def _cut_index(self, index: int, sizes: tuple[int, ...], dim: int, cut: int) -> int:
         """The index along `dim` at which the tensor is cut for a cut of the line at byte `cut`."""
-        sizes = self.boxes[index].sizes
         length = sizes[dim] if sizes else 1
         size_bytes = self.starts[index + 1] - self.starts[index]
         place = cut - self.starts[index]
         if min(place, size_bytes - place) < PIECE_BYTES_MIN:
             return 0 if 2 * place <= size_bytes else length
         return (2 * place * length + size_bytes) // (2 * size_bytes)
+
+
+def _box_at(shape: tuple[int, ...], splits: _Splits) -> Box:
+    """What is left of a tensor of this shape after `splits`."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for dim, parts, index in splits:
+        start, size = chunk(sizes[dim], parts, index)
+        offsets[dim] += start
+        sizes[dim] = size
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _volume_at(shape: tuple[int, ...], splits: _Splits) -> int:
+    """Number of elements of `_box_at`; called for every tensor, so without making a box."""
+    sizes = list(shape)
+    for dim, parts, index in splits:
+        length = sizes[dim]
+        step = -(-length // parts)
+        left = length - index * step
+        sizes[dim] = step if left > step else left if left > 0 else 0
+    return prod(sizes)
 
 
 class Plan:
@@ -211,39 +234,39 @@ class Plan:
 
     def _laid_out(self, group: Coords, coords: tuple[int, ...], members: list[int]) -> _Line:
         """The line of the tensors with the placements `members`, at `coords`."""
-        entries: list[tuple[str, Box, int]] = []
+        entries: list[tuple[str, tuple[int, ...], _Splits, int]] = []
         for member in members:
-            known: dict[tuple[tuple[int, ...], str], tuple[Box, int]] = {}
+            splits = self._splits_at(self._placements[member], coords)
+            known: dict[tuple[tuple[int, ...], str], int] = {}
             for name in self._names[member]:
                 spec = self._tensors[name]
                 key = (spec.shape, spec.dtype)
-                part = known.get(key)
-                if part is None:
-                    box = self._box_at(spec.shape, self._placements[member], coords)
-                    part = known[key] = (box, box.volume * DTYPES[spec.dtype].itemsize)
-                if part[1]:
-                    entries.append((name, *part))
+                size_bytes = known.get(key)
+                if size_bytes is None:
+                    size_bytes = _volume_at(spec.shape, splits) * DTYPES[spec.dtype].itemsize
+                    known[key] = size_bytes
+                if size_bytes:
+                    entries.append((name, spec.shape, splits, size_bytes))
         if len(members) > 1:
             entries.sort(key=itemgetter(0))
-        starts = [0, *accumulate(entry[2] for entry in entries)]
+        starts = [0, *accumulate(entry[3] for entry in entries)]
         total = starts[-1]
         parts = max(1, min(prod(map(len, group)), total // PIECE_BYTES_MIN))
         return _Line(
             group=group,
             names=[entry[0] for entry in entries],
-            boxes=[entry[1] for entry in entries],
+            shapes=[entry[1] for entry in entries],
+            splits=[entry[2] for entry in entries],
             starts=starts,
             cuts=[total * part // parts for part in range(parts + 1)],
         )
 
-    def _box_at(self, shape: tuple[int, ...], placement: Placement, coords: tuple[int, ...]) -> Box:
-        offsets, sizes = [0] * len(shape), list(shape)
+    def _splits_at(self, placement: Placement, coords: tuple[int, ...]) -> _Splits:
+        splits = []
         for split in placement.splits:
             axis = self._axis_index[split.axis]
-            start, size = chunk(sizes[split.dim], self._mesh.axes[axis].size, coords[axis])
-            offsets[split.dim] += start
-            sizes[split.dim] = size
-        return Box(tuple(offsets), tuple(sizes))
+            splits.append((split.dim, self._mesh.axes[axis].size, coords[axis]))
+        return tuple(splits)
 
     def _coords_over(self, spec: TensorSpec, box: Box) -> Iterator[tuple[int, ...]]:
         """For each holder group whose box meets `box`, the coordinates of its first rank.

@@ -64,11 +64,20 @@ class Report:
         return sum(doomed.size_bytes for doomed in self.deleted)
 
 
-def collect(log: Log, policy: Policy, *, is_dry_run: bool = False) -> Report:
+def collect(
+    log: Log, policy: Policy, *, is_dry_run: bool = False, is_thorough: bool = True
+) -> Report:
     """Retire what `policy` lets go, and delete the files of all that is retired or unreferenced.
 
     Safe beside a run that writes to the same store, and to be interrupted. Blocks until done;
     what is deleted is durably so.
+
+    Args:
+        log: of the store to collect in. Without a term of its own, it borrows the current one.
+        policy: what to keep.
+        is_dry_run: only say what would go.
+        is_thorough: False looks at no file outside ``states/``, so that a run may collect after
+            each commit at a cost that does not grow with its log.
 
     Raises:
         Superseded: the log's writer had a term that has ended. Nothing was deleted.
@@ -77,8 +86,12 @@ def collect(log: Log, policy: Policy, *, is_dry_run: bool = False) -> Report:
         StoreError: the store refused. What was retired stays retired; call again to finish.
     """
     lineage, retiring = _retire(log, policy, is_dry_run)
-    ours, foreign = _survey(log.store)
-    doomed = [*_dead_files(ours, lineage, set(retiring)), *_dead_leftovers(log.store, lineage)]
+    ours, foreign = _survey(log.store, "" if is_thorough else STATES_PREFIX)
+    doomed = [
+        *_dead_files(ours, lineage, set(retiring)),
+        *_dead_leftovers(log.store, lineage),
+        *(_dead_entries(log.store, lineage) if is_thorough else ()),
+    ]
     if not is_dry_run:
         _delete(log.store, doomed)
     kept = tuple(commit.state for commit in lineage.live if commit.state not in retiring)
@@ -86,16 +99,12 @@ def collect(log: Log, policy: Policy, *, is_dry_run: bool = False) -> Report:
 
 
 def protected(lineage: Lineage) -> set[State]:
-    """Live commits that no policy may retire.
+    """Live commits that no policy may retire: the newest, and the newest called good.
 
-    The newest; the newest that a verdict called good, since the newest of all may yet turn out to
-    be bad; and the base of the newest generation, which is what it was restored from.
+    Two, since the newest of all may yet turn out to be bad.
     """
     live = [commit.state for commit in lineage.live]
-    states = set(live[:1]) | set([state for state in live if state in lineage.good][:1])
-    if lineage.generation is not None and lineage.generation.base is not None:
-        states.add(lineage.generation.base)
-    return states
+    return set(live[:1]) | set([state for state in live if state in lineage.good][:1])
 
 
 def to_collect(lineage: Lineage, policy: Policy) -> tuple[State, ...]:
@@ -130,10 +139,10 @@ def _retire(log: Log, policy: Policy, is_dry_run: bool) -> tuple[Lineage, tuple[
     )
 
 
-def _survey(store: Store) -> tuple[list[ObjectInfo], tuple[ObjectInfo, ...]]:
+def _survey(store: Store, prefix: str) -> tuple[list[ObjectInfo], tuple[ObjectInfo, ...]]:
     """The objects of states, and those whose names are not ours."""
     ours, foreign = [], []
-    for info in store.list(""):
+    for info in store.list(prefix):
         key = parse_key(info.key)
         if key is None:
             foreign.append(info)
@@ -180,6 +189,10 @@ def _dead_leftovers(store: Store, lineage: Lineage) -> Iterator[Doomed]:
         key = parse_key(info.key)
         if isinstance(key, ManifestKey | ImageKey) and is_past(key.state, lineage):
             yield Doomed(info.key, info.size_bytes, "left by an interrupted write", info)
+
+
+def _dead_entries(store: Store, lineage: Lineage) -> Iterator[Doomed]:
+    """What interrupted appends left, by writers who are superseded."""
     for info in store.leftovers(LOG_PREFIX):
         key = parse_key(info.key)
         # Up to where the current term was taken: whoever still tries to append there is superseded.

@@ -286,13 +286,15 @@ class Log:
 
     def _check_nothing_is_missing(self) -> None:
         """A hole must not pass for the end: the history would silently be shorter (I4)."""
-        keys = (parse_key(info.key) for info in self._store.list(LOG_PREFIX))
-        seqs = (key.seq for key in keys if isinstance(key, EntryKey))
-        last = max(seqs, default=-1)
+        last = self._patiently(self._last_listed)
         self._read_on()
         if last >= self._next_seq:
             missing = entry_key(self._next_seq)
             raise FormatError(missing, "", "an entry of the log", "no such file", _ADVICE)
+
+    def _last_listed(self) -> int:
+        keys = (parse_key(info.key) for info in self._store.list(LOG_PREFIX))
+        return max((key.seq for key in keys if isinstance(key, EntryKey)), default=-1)
 
     def _lost_races(self, what: str) -> str:
         return (

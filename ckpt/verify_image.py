@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import msgspec
@@ -181,17 +182,28 @@ def _check_data(
         store.read_into(file, planned.header_bytes + offset, span)
         return offset, length, chunk_digests(span)
 
-    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-verify") as pool:
-        for offset, length, found in pool.map(read, range(0, there_bytes, SPAN_BYTES)):
+    offsets = range(0, there_bytes, SPAN_BYTES)
+    with ExitStack() as stack:
+        spans: Iterable[tuple[int, int, list[str]]]
+        if len(offsets) < 2:
+            spans = map(read, offsets)
+        else:
+            pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="keepstep-verify")
+            spans = stack.enter_context(pool).map(read, offsets)
+        for offset, length, found in spans:
             on_read(length)
             for index, digest in enumerate(found, offset // CHUNK_BYTES):
-                expected = digests[index * CHUNK_DIGITS : (index + 1) * CHUNK_DIGITS].decode(
-                    "ascii", "replace"
-                )
-                if digest != expected:
-                    start = index * CHUNK_BYTES
-                    size = min(CHUNK_BYTES, planned.data_bytes - start)
-                    first = planned.header_bytes + start
-                    part = f"chunk {index}, bytes {first} to {first + size - 1}"
-                    names = tuple(planned.names_at(start, size))
-                    yield Finding(file, part, names, f"checksum {expected}", digest)
+                stated = digests[index * CHUNK_DIGITS : (index + 1) * CHUNK_DIGITS]
+                if digest.encode() != stated:
+                    yield _chunk_finding(file, planned, index, stated, digest)
+
+
+def _chunk_finding(
+    file: str, planned: ImageHeader, index: int, stated: bytes, digest: str
+) -> Finding:
+    start = index * CHUNK_BYTES
+    size = min(CHUNK_BYTES, planned.data_bytes - start)
+    first = planned.header_bytes + start
+    part = f"chunk {index}, bytes {first} to {first + size - 1}"
+    expected = f"checksum {stated.decode('ascii', 'replace')}"
+    return Finding(file, part, tuple(planned.names_at(start, size)), expected, digest)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from keepstep.ckpt.capture import SMALL_BYTES, slices
+from keepstep.ckpt.capture import SMALL_BYTES, copy_small, slices
 from keepstep.ckpt.region import relative_to
 from keepstep.ckpt.registry import Held, Registry
 from keepstep.ckpt.restore import Piece
@@ -64,8 +64,7 @@ class Application:
                 small_sources.append(source)
             else:
                 target.copy_(source)
-        if small_targets:
-            torch._foreach_copy_(small_targets, small_sources)
+        copy_small(small_targets, small_sources)
 
     def _staged(self, piece: Piece) -> torch.Tensor:
         """The piece as a strided view of the staging."""

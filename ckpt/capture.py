@@ -73,21 +73,31 @@ def tensor_view(
 
 
 def copy_small(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its target (on the CPU). One transfer for all that is on a device."""
-    near = [index for index, source in enumerate(sources) if source.device.type == "cpu"]
-    if near:
-        torch._foreach_copy_([targets[i] for i in near], [sources[i] for i in near])
-    if len(near) == len(sources):
-        return
+    """Copy each source into its target, in few calls; what is on a device comes in one transfer."""
+    together: list[int] = []
     far: dict[torch.device, list[int]] = {}
-    for index, source in enumerate(sources):
-        if source.device.type != "cpu":
+    for index, (target, source) in enumerate(zip(targets, sources, strict=True)):
+        if source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg():
+            target.copy_(source)  # the joint copy refuses tensors that are lazily conjugated
+        elif source.device == target.device:
+            together.append(index)
+        else:
             far.setdefault(source.device, []).append(index)
-    for indices in far.values():
-        flat = [sources[i].resolve_conj().resolve_neg().reshape(-1) for i in indices]
-        together = torch.cat([one.view(torch.uint8) for one in flat]).cpu()
-        pieces = torch.split(together, [one.nbytes for one in flat])
-        torch._foreach_copy_([targets[i].view(-1).view(torch.uint8) for i in indices], pieces)
+    if together:
+        torch._foreach_copy_([targets[i] for i in together], [sources[i] for i in together])
+    for device, indices in far.items():
+        if device.type == "cpu" or any(targets[i].device.type != "cpu" for i in indices):
+            torch._foreach_copy_([targets[i] for i in indices], [sources[i] for i in indices])
+        else:
+            _gather_to_host([targets[i] for i in indices], [sources[i] for i in indices])
+
+
+def _gather_to_host(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """From one device to the CPU: joined there, for a transfer costs more than the bytes."""
+    flat = [source.reshape(-1).view(torch.uint8) for source in sources]
+    near = torch.cat(flat).cpu()
+    pieces = torch.split(near, [one.nbytes for one in flat])
+    torch._foreach_copy_([target.view(-1).view(torch.uint8) for target in targets], pieces)
 
 
 def _part(held: Held, part: Box | None) -> torch.Tensor:

@@ -55,20 +55,27 @@ class LocalPart:
 
 
 class ModuleTensor:
-    """Reads a parameter or buffer of a module, of this moment."""
+    """Reads a parameter or buffer by its path from the root module, as it is at this moment."""
 
-    __slots__ = ("_key", "_owner")
+    __slots__ = ("_key", "_path", "_root")
 
-    def __init__(self, owner: nn.Module, key: str) -> None:
-        self._owner = owner
+    def __init__(self, root: nn.Module, path: tuple[str, ...], key: str) -> None:
+        self._root = root
+        self._path = path
         self._key = key
 
     def __call__(self) -> torch.Tensor:
-        found: torch.Tensor | None = self._owner._parameters.get(self._key)
+        owner: nn.Module | None = self._root
+        for name in self._path:
+            owner = None if owner is None else owner._modules.get(name)
+        found: torch.Tensor | None = None
+        if owner is not None:
+            found = owner._parameters.get(self._key)
+            if found is None:
+                found = owner._buffers.get(self._key)
         if found is None:
-            found = self._owner._buffers[self._key]
-        if found is None:
-            raise NotRepresentable(self._key, "the module has set it to None since registration")
+            name = ".".join((*self._path, self._key))
+            raise NotRepresentable(name, "the module has no such tensor any more")
         return found
 
 
@@ -94,16 +101,18 @@ def constant(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: tensor
 
 
-def persistent(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name, owner, key) of all parameters, tied ones each time, and of persistent buffers."""
-    for path, owner in module.named_modules(remove_duplicate=False):
-        start = f"{path}." if path else ""
+def persistent(module: nn.Module) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """(name, path to the owner, key) of all parameters, tied ones each time, and of all
+    persistent buffers.
+    """
+    for name, owner in module.named_modules(remove_duplicate=False):
+        path = tuple(name.split(".")) if name else ()
         for key, param in owner._parameters.items():
             if param is not None:
-                yield start + key, owner, key
+                yield ".".join((*path, key)), path, key
         for key, buffer in owner._buffers.items():
             if buffer is not None and key not in owner._non_persistent_buffers_set:
-                yield start + key, owner, key
+                yield ".".join((*path, key)), path, key
 
 
 class KnownTensors:

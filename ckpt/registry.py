@@ -24,6 +24,7 @@ from keepstep.ckpt.live import (
     constant,
     persistent,
 )
+from keepstep.ckpt.manifest import TensorSpec
 from keepstep.ckpt.names import check_name
 from keepstep.ckpt.optimizer import (
     create_state,
@@ -145,10 +146,10 @@ class Registry:
                 is registered under that name too, and its own becomes an alias.
         """
         at_of, same_as = at_of or {}, same_as or {}
-        for fqn, owner, key in persistent(module):
+        for fqn, path, key in persistent(module):
             canonical = same_as.get(fqn, fqn)
             pins = at_of.get(fqn, at_of.get(canonical, at))
-            self.add_tensor(prefix + canonical, ModuleTensor(owner, key), at=pins)
+            self.add_tensor(prefix + canonical, ModuleTensor(module, path, key), at=pins)
             if canonical != fqn:
                 self._add_alias(prefix + fqn, prefix + canonical)
 
@@ -270,8 +271,8 @@ class Registry:
             self._scan(one)
         return self.version != before
 
-    def create_absent(self, wanted: Mapping[str, tuple[tuple[int, ...], str]]) -> bool:
-        """Make optimizer state exist that a checkpoint has: name -> (global shape, dtype name).
+    def create_absent(self, wanted: Mapping[str, TensorSpec]) -> bool:
+        """Make optimizer state exist that a checkpoint has (`Manifest.tensors`).
 
         For optimizers that make their state lazily, before a restore into them. Names that are no
         state of a registered parameter are passed over. Returns whether something was made.
@@ -279,13 +280,14 @@ class Registry:
         made = False
         for one in self._optimizers:
             params = dict(one.names)
-            for name, (shape, dtype) in wanted.items():
+            for name, spec in wanted.items():
                 if name in self._tensors or not name.startswith(one.prefix):
                     continue
                 param_name, _, key = name.removeprefix(one.prefix).rpartition("/")
                 if param_name in params:
                     param = params[param_name]
-                    create_state(one.optimizer, param, key, shape, torch_dtype(dtype))
+                    dtype = torch_dtype(spec.dtype)
+                    create_state(one.optimizer, param, key, spec.shape, dtype)
                     made = True
         return self.refresh() or made
 

@@ -14,7 +14,7 @@ from keepstep.storage.errors import BadKey
 KEY_CHARACTERS_MAX = 1_000
 SEGMENT_CHARACTERS_MAX = 200
 
-_SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,199}", re.ASCII)
+_SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,199}")
 _SHOWN_CHARACTERS_MAX = 120
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.kit.posixes import InterleavedPosix
 from tests.kit.powerloss import ROOT, RecordingPosix, Sync, disk_states
 from tests.kit.store_suite import page_aligned, pattern
 
@@ -170,3 +171,37 @@ def test_a_key_that_is_reported_as_taken_stays_taken(tmp_path: Path) -> None:
         if state.marks:
             state.write_to(tmp_path / f"disk{number}")
             assert found(tmp_path / f"disk{number}", "d/k") == NEW
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_writers_in_one_new_directory_at_once_keep_their_promises(
+    tmp_path: Path, seed: int
+) -> None:
+    """Also while a third empties that directory, and so may remove it under their hands."""
+    root = tmp_path / "store"
+    (root / "d").mkdir(parents=True)
+    (root / "d/gone").write_bytes(OLD)
+    posix = InterleavedPosix(root, seed)
+    store = FileStore(root, posix=posix)
+
+    def write(name: str, act: Callable[[str, bytes], None]) -> None:
+        act(f"d/{name}", NEW)
+        posix.mark(name)
+
+    def remove() -> None:
+        store.delete("d/gone")
+        posix.mark("gone")
+
+    posix.run([lambda: write("a", store.put), lambda: write("b", store.put_if_absent), remove])
+    wrong = []
+    for number, state in enumerate(disk_states(posix, seed)):
+        disk = tmp_path / f"disk{number}"
+        state.write_to(disk)
+        for name in ("a", "b"):
+            allowed = [NEW] if name in state.marks else [None, NEW]
+            if found(disk, f"d/{name}") not in allowed:
+                wrong.append((state.after, state.marks, name))
+        if found(disk, "d/gone") not in ([None] if "gone" in state.marks else [OLD, None]):
+            wrong.append((state.after, state.marks, "gone"))
+    assert number > 40
+    assert wrong == []

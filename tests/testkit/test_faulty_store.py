@@ -68,3 +68,9 @@ def test_a_crash_ends_all(action: Action, there: bytes | None) -> None:
             inner.get("a", 10)
     else:
         assert inner.get("a", 10) == there
+
+
+def test_a_call_that_fails_by_itself_can_be_struck_too() -> None:
+    store = FaultyStore(MemoryStore(), Fault(Action.CRASH_AFTER))
+    with pytest.raises(Crashed):
+        store.get("nothing", 1)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.kit.posixes import InterleavedPosix
 from tests.kit.powerloss import BLOCK_BYTES, DiskState, RecordingPosix, Tree, disk_states
 
 from keepstep.storage.directories import opened
+from keepstep.storage.file import FileStore
 
 
 def trees(recording: RecordingPosix, after_last: bool = False) -> list[Tree]:
@@ -137,3 +139,16 @@ def test_what_was_there_before_the_recording_is_durable(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "f").write_bytes(b"xy")
     assert trees(RecordingPosix(tmp_path)) == [{"d": None, "d/f": b"xy"}]
+
+
+def test_interleaved_threads_are_recorded_the_same_way_for_the_same_seed(tmp_path: Path) -> None:
+    def recorded(seed: int, name: str) -> list[str]:
+        root = tmp_path / name
+        root.mkdir()
+        posix = InterleavedPosix(root, seed)
+        store = FileStore(root, posix=posix)
+        posix.run([lambda n=n: store.put(f"d/{n}", b"x") for n in "abc"])  # type: ignore[misc]
+        return [type(operation).__name__ for operation in posix.operations]
+
+    assert recorded(1, "first") == recorded(1, "again")
+    assert recorded(1, "once more") != recorded(2, "other")

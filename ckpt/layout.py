@@ -97,6 +97,15 @@ def check_fits(layout: Layout, llama: LlamaShape) -> None:
         raise BadLayout(f"{llama.layers} layers are fewer than the {layout.pp} stages of pp")
 
 
+def check_batch(layout: Layout, values: Mapping[str, Any]) -> None:
+    """Raise BadLayout unless the samples of a step can be shared out among the dp replicas."""
+    config = values.get("config")
+    batch = config.get("batch") if isinstance(config, dict) else None
+    size = batch.get("global_batch") if isinstance(batch, dict) else None
+    if isinstance(size, int) and size % layout.dp:
+        raise BadLayout(f"global_batch {size} is no multiple of dp {layout.dp}")
+
+
 def layout_values(layout: Layout) -> Mapping[str, Any]:
     """The layout as it stands in a manifest's values."""
     return {

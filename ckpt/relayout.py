@@ -106,7 +106,7 @@ class _Rule:
             cut = tensor_parallel_dim(fqn)
             if dims and cut is not None and _grows(self._before, self._sizes, TENSOR, splits):
                 splits.insert(0, Split(TENSOR, cut))
-                splits.sort(key=lambda split: split.dim)
+            splits.sort(key=lambda split: split.dim)
             pp = self._sizes[PIPELINE]
             held = parameter_stages(fqn, self._pipeline.stages, pp, self._tied)
             if held is not None and pp > 1:
@@ -153,7 +153,7 @@ class Pipeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def over(self, pp: int) -> Pipeline:
         """The same layers over `pp` ranks, with as many stages a rank where there are enough."""
         layers = sum(map(len, self.stages))
-        virtual = max(1, min(self.virtual, layers // pp))
+        virtual = max(1, min(self.virtual, layers // pp)) if pp > 1 else 1
         return Pipeline(split_layers(layers, pp * virtual), virtual)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from keepstep.ckpt.arrays import Array
 from keepstep.ckpt.dtypes import DTYPES
 from keepstep.ckpt.entry import Parent
-from keepstep.ckpt.layout import Layout, check_fits, mesh_of
+from keepstep.ckpt.layout import Layout, check_batch, check_fits, mesh_of
 from keepstep.ckpt.lineage import Lineage
 from keepstep.ckpt.llama import shape_in
 from keepstep.ckpt.manifest import State
@@ -46,6 +46,7 @@ def plan_reshard(source: CheckpointReader, layout: Layout) -> Relayout:
     llama = shape_in(source.manifest.values)
     if llama is not None:
         check_fits(layout, llama)
+    check_batch(layout, source.manifest.values)
     return relayout(source.manifest, mesh_of(layout))
 
 

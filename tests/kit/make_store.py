@@ -213,6 +213,7 @@ def _values(
         "config": {
             "model": model,
             "parallel": dict(layout_values(layout)) | {"schedule": "1f1b", "virtual": virtual},
+            "batch": {"global_batch": 16, "micro_batch": 2},
             "run": {"name": "kit", "seed": 0},
         },
         "pipeline": {"stages": stages, "virtual": virtual},

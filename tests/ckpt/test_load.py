@@ -196,7 +196,7 @@ def test_a_change_of_dtype_is_refused_unless_asked_for() -> None:
         stage(other, structure, manifest, store)
     with stage(other, structure, manifest, store, Options(allow_dtype_change=True)) as staged:
         staged.apply()
-    assert target.unique().tolist() == [1.0]
+    assert set(target.tolist()) == {1.0}
     assert small.tolist() == [value, value]
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 AXES = ("dp", "tp", "pp")
 
@@ -170,9 +170,9 @@ class _CountedOperator:
         meter = self._tap.meter
         if meter is not None:
             values = [*args, *kwargs.values()]
-            group = values[self._position]
-            if isinstance(group, str):
-                group = _resolve_process_group(GroupName(group))
+            group: Any = values[self._position]  # a group, or its name
+            if not isinstance(group, ProcessGroup):
+                group = _resolve_process_group(group)
             size = group.size()
             payload = payload_bytes(values[0]) * (size if self._times_size else 1)
             meter.add(group.group_name, self._factor, payload, size)

@@ -12,9 +12,26 @@ from torch.distributed.tensor import DTensor
 from keepstep.trainer.layout import Coordinates
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+class GradientPlacementError(RuntimeError):
+    """A gradient lies over the mesh otherwise than its parameter."""
+
+
+def local_gradient(param: Tensor) -> Tensor | None:
+    """This rank's part of a parameter's gradient; None if there is no gradient.
+
+    Raises:
+        GradientPlacementError: the gradient lies otherwise than the parameter, so that its local
+            part is no part of the sum (torch leaves partial or replicated gradients silently).
+    """
+    grad = param.grad
+    if not isinstance(grad, DTensor) or not isinstance(param, DTensor):
+        return grad
+    if grad.placements != param.placements:
+        raise GradientPlacementError(
+            f"a parameter of shape {tuple(param.shape)} is placed as {param.placements} and its"
+            f" gradient as {grad.placements}; the parallel plan must make them the same"
+        )
+    return grad.to_local()
 
 
 def sum_norm_gradients(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -53,10 +70,13 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def clip_(gradients: Iterable[Tensor], norm: Tensor, most: float) -> None:
-    """Scale local gradients in place so that the global norm is at most `most` (0: no limit)."""
+    """Scale local gradients in place so that the global norm is at most `most` (0: no limit).
+
+    The factor is min(1, most / (norm + 1e-6)), as torch's clip_grad_norm_ has it.
+    """
     if most <= 0:
         return
-    factor = (most / norm).clamp(max=1.0)
+    factor = (most / (norm + 1e-6)).clamp(max=1.0)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)

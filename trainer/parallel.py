@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from keepstep.trainer.embedding import VocabParallelEmbedding
 from keepstep.trainer.mesh import Grid
 from keepstep.trainer.model import Llama
 from keepstep.trainer.model_config import Dtype, NumericsConfig
@@ -67,7 +68,7 @@ def _tp_plan(stage: Llama) -> dict[str, ParallelStyle]:
             plan.update({f"{prefix}.{column}": ColwiseParallel() for column in columns})
             plan[f"{prefix}.{row}"] = RowwiseParallel(output_layouts=Shard(1))
     if stage.tok_embeddings is not None:
-        plan["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        plan["tok_embeddings"] = VocabParallelEmbedding()
     if stage.output is not None:
         plan["output"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1))
     return plan

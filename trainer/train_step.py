@@ -158,7 +158,8 @@ class Trainable:
         return reduce_entries(values, operations, self._axes)
 
     def _gradients(self, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
-        return [norm.local(p.grad) for p in parameters.values() if p.grad is not None]
+        found = (norm.local_gradient(p) for p in parameters.values())
+        return [gradient for gradient in found if gradient is not None]
 
     def _counts(self, name: str, param: nn.Parameter) -> bool:
         if self._tied_pair and name == "output.weight":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -60,7 +60,8 @@ def decode(
     except FormatError:
         raise
     except msgspec.ValidationError as error:
-        raise FormatError(file, *explained(str(error))) from error
+        field, expected, found = explained(str(error))
+        raise FormatError(file, _with_key(field, data, type_), expected, found) from error
     except (msgspec.DecodeError, UnicodeError, json.JSONDecodeError) as error:
         raise FormatError(file, "", "JSON", shortened(str(error))) from error
     except (RecursionError, OverflowError, ValueError) as error:
@@ -96,7 +97,44 @@ def explained(message: str) -> tuple[str, str, str]:
     field = shortened(path.rstrip("`").lstrip("."))
     if comma:
         return field, shortened(expected.removeprefix("Expected ")), shortened(found)
-    return field, "a field of the format", shortened(sentence)
+    return field, "what the format says", shortened(sentence[:1].lower() + sentence[1:])
+
+
+def first_fault(text: Buffer, type_: object) -> tuple[str, tuple[str, str, str]] | None:
+    """The first value of the JSON object `text` that is not of `type_`: its key, and `explained`.
+
+    For messages: the decoder itself leaves out which key of a dict it was.
+    """
+    for key, value in msgspec.json.decode(text, type=dict[str, msgspec.Raw]).items():
+        try:
+            msgspec.json.decode(value, type=type_)
+        except msgspec.ValidationError as error:
+            return key, explained(str(error))
+    return None
+
+
+def _with_key(field: str, data: Buffer, type_: type) -> str:
+    """`field`, such as ``tensors[...].shape``, with the key that is wrong in place of the dots."""
+    root, dots, _ = field.partition("[...]")
+    if not dots:
+        return field
+    try:
+        fault = first_fault(*_dict_at(root, data, type_))
+    except (LookupError, ValueError, RecursionError):
+        return field  # deeper than one dict, or no JSON any more after the fault
+    if fault is None:
+        return field
+    key, (rest, _, _) = fault
+    return f"{root}[{shortened(key)!r}]" + (f".{rest}" if rest else "")
+
+
+def _dict_at(root: str, data: Buffer, type_: type) -> tuple[Buffer, object]:
+    """The dict that is field `root` of the document ("": the document), and its values' type."""
+    if not root:
+        return data, get_args(type_)[1]
+    types = {each.encode_name: each.type for each in msgspec.structs.fields(type_)}
+    fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    return memoryview(fields[root]), get_args(types[root])[1]
 
 
 class _DuplicateKeyError(Exception):

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from keepstep.ckpt.checksum import CHUNK_DIGITS, chunk_count
-from keepstep.ckpt.document import check_distinct_keys, explained, shortened
+from keepstep.ckpt.document import check_distinct_keys, explained, first_fault, shortened
 from keepstep.ckpt.errors import CheckpointError, Foreign, FormatError, NewerVersion
 from keepstep.ckpt.foreign import seems
 from keepstep.ckpt.image import (
@@ -161,14 +161,25 @@ def _nodes(text: bytes, file: str) -> dict[str, _Node]:
         nodes = msgspec.json.decode(text, type=dict[str, _Node])
     except (ValueError, RecursionError) as error:
         _check_ours(text, file)
-        field, expected, found = explained(str(error))
-        raise FormatError(file, f"header.{field}", expected, found) from error
+        raise _fault(text, file, error) from error
     metadata = nodes.get("__metadata__")
     if metadata is None or metadata.keepstep != str(FORMAT_VERSION):
         _check_ours(text, file)
     if text.count(b'"data_offsets":') != len(nodes) - 1:
         check_distinct_keys(text, file)
     return nodes
+
+
+def _fault(text: bytes, file: str, error: Exception) -> FormatError:
+    """What is wrong with a header that could not be decoded, by tensor if it is one tensor's."""
+    try:
+        fault = first_fault(text, _Node)
+    except (ValueError, RecursionError):
+        fault = None  # not JSON at all
+    if fault is None:
+        return FormatError(file, "header", *explained(str(error))[1:])
+    name, (field, expected, found) = fault
+    return FormatError(file, _entry(name) + (f".{field}" if field else ""), expected, found)
 
 
 def _check_ours(text: bytes, file: str) -> None:

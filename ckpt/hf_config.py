@@ -6,13 +6,18 @@ than a plain Llama does: a wrong import must not look like a right one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from keepstep.ckpt.arrays import NUMPY_DTYPES, Array, widens
 from keepstep.ckpt.errors import CheckpointError, FormatError
 from keepstep.ckpt.llama import LlamaShape
 
 CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 CONFIG_BYTES_MAX = 4 << 20
 _COUNT_MAX = 1 << 40
 _LAYERS_MAX = 100_000
@@ -100,6 +105,28 @@ def shape_from(config: Mapping[str, Any], file: str) -> LlamaShape:
     return llama
 
 
+def cast(array: Array, dtype: str, name: str) -> Array:
+    """`array` as element type `dtype`; itself if it is so already.
+
+    Raises:
+        Unconvertible: a finite value does not fit and would become infinite.
+    """
+    wanted = NUMPY_DTYPES[dtype]
+    if array.dtype == wanted:
+        return array
+    with np.errstate(over="ignore", invalid="ignore"):
+        result: Array = array.astype(wanted)
+    if not np.array_equal(np.isfinite(array), np.isfinite(result)):
+        raise Unconvertible(f"{name} has values beyond the range of {dtype}; choose a wider dtype")
+    return result
+
+
+def cast_note(before: Sequence[str], after: str) -> str:
+    """What a cast of element types `before` to `after` does, for people."""
+    how = "exactly" if all(widens(each, after) for each in before) else "with rounding"
+    return f"weights were cast from {', '.join(before)} to {after}, {how}"
+
+
 def _refuse_others(config: Mapping[str, Any], file: str) -> None:
     """Raise if a setting makes this another kind of model."""
     for field, allowed in _MUST_BE.items():
@@ -140,6 +167,11 @@ def _check_heads(config: Mapping[str, Any], llama: LlamaShape, file: str) -> Non
     if llama.dim % llama.heads:
         raise Unconvertible(
             f"{file}: hidden_size {llama.dim} is no multiple of num_attention_heads {llama.heads}"
+        )
+    if llama.head_dim % 2:
+        raise Unconvertible(
+            f"{file}: hidden_size {llama.dim} / num_attention_heads {llama.heads} gives heads of "
+            f"odd width {llama.head_dim}; rotary positions turn pairs of elements"
         )
     if llama.heads % llama.kv_heads:
         raise Unconvertible(

@@ -71,7 +71,8 @@ def begin_run(
             raise TargetTaken(
                 f"{store.url} is not empty: it has {other.key}; choose an empty or new directory"
             )
-    strangers = [each for each in lineage.generations if each.base or each.parent != parent]
+    # No host ever ran what a conversion wrote.
+    strangers = [each for each in lineage.generations if each.hosts or each.parent != parent]
     if lineage.commits or strangers:
         raise TargetTaken(f"{store.url} already holds a run of job {job!r}; choose another target")
     log.take_term(by)

@@ -25,7 +25,7 @@ from keepstep.ckpt.keys import (
     ManifestKey,
     parse_key,
 )
-from keepstep.ckpt.lineage import Lineage, Status
+from keepstep.ckpt.lineage import Committed, Lineage, Status
 from keepstep.ckpt.log import Log
 from keepstep.ckpt.manifest import State
 from keepstep.ckpt.retention import Policy, to_retire
@@ -85,10 +85,11 @@ def collect(
         FormatError: the log is damaged. Nothing was deleted.
         StoreError: the store refused. What was retired stays retired; call again to finish.
     """
-    lineage, retiring = _retire(log, policy, is_dry_run)
+    lineage, going = _retire(log, policy, is_dry_run)
+    retiring = tuple(commit.state for commit in going)
     ours, foreign = _survey(log.store, "" if is_thorough else STATES_PREFIX)
     doomed = [
-        *_dead_files(ours, lineage, set(retiring)),
+        *_dead_files(ours, lineage, going),
         *_dead_leftovers(log.store, lineage),
         *(_dead_entries(log.store, lineage) if is_thorough else ()),
     ]
@@ -107,7 +108,7 @@ def protected(lineage: Lineage) -> set[State]:
     return set(live[:1]) | set([state for state in live if state in lineage.good][:1])
 
 
-def to_collect(lineage: Lineage, policy: Policy) -> tuple[State, ...]:
+def to_collect(lineage: Lineage, policy: Policy) -> tuple[Committed, ...]:
     """The commits to retire now, oldest entry first.
 
     Live ones as `policy` says; with them those that are void or bad. `keep_last=0` keeps them all.
@@ -117,10 +118,10 @@ def to_collect(lineage: Lineage, policy: Policy) -> tuple[State, ...]:
     live = [commit.state for commit in lineage.live]
     going = set(to_retire(live, policy, protected(lineage)))
     going |= {c.state for c in lineage.commits if c.status in (Status.VOID, Status.BAD)}
-    return tuple(c.state for c in reversed(lineage.commits) if c.state in going)
+    return tuple(c for c in reversed(lineage.commits) if c.state in going)
 
 
-def _retire(log: Log, policy: Policy, is_dry_run: bool) -> tuple[Lineage, tuple[State, ...]]:
+def _retire(log: Log, policy: Policy, is_dry_run: bool) -> tuple[Lineage, tuple[Committed, ...]]:
     """Append the `retire` entry, decided on the log exactly as it is before that entry."""
     for _ in range(_TURNS_MAX):
         lineage = log.read()
@@ -129,7 +130,8 @@ def _retire(log: Log, policy: Policy, is_dry_run: bool) -> tuple[Lineage, tuple[
             return lineage, going
         reason = f"retention: keep_last={policy.keep_last}, keep_every={policy.keep_every}"
         try:
-            log.append_if_last(Retire(states=going, reason=reason), lineage.next_seq)
+            states = tuple(commit.state for commit in going)
+            log.append_if_last(Retire(states=states, reason=reason), lineage.next_seq)
         except LogMoved:
             continue
         return log.read(), going
@@ -151,16 +153,20 @@ def _survey(store: Store, prefix: str) -> tuple[list[ObjectInfo], tuple[ObjectIn
     return ours, tuple(foreign)
 
 
-def _dead_files(ours: list[ObjectInfo], lineage: Lineage, retiring: set[State]) -> Iterator[Doomed]:
+def _dead_files(
+    ours: list[ObjectInfo], lineage: Lineage, going: tuple[Committed, ...]
+) -> Iterator[Doomed]:
     """The files that go, in the order in which they go: of each state, the manifest first (I2)."""
     committed = {commit.state for commit in lineage.commits}
+    retiring = {commit.state: commit.status for commit in going}
     found = []
     for info in ours:
         key = parse_key(info.key)
         if not isinstance(key, ManifestKey | ImageKey):
             continue
         if key.state in retiring:
-            reason = "retired"
+            status = retiring[key.state]
+            reason = "retired" if status is Status.LIVE else f"retired: it is {status.value}"
         elif key.state in lineage.retired:
             reason = f"retired earlier: {lineage.retired[key.state]}"
         elif key.state not in committed and is_past(key.state, lineage):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import TypeVar
 
@@ -76,6 +76,14 @@ def read_entry(store: Store, seq: int) -> Record | None:
         number = str(record.body.number)
         raise FormatError(key, "body.number", str(record.term), number, _ADVICE)
     return record
+
+
+def read_entries(store: Store) -> Iterator[Record]:
+    """All entries up to the first place without one. Raises as `read_entry`."""
+    seq = 0
+    while (record := read_entry(store, seq)) is not None:
+        yield record
+        seq += 1
 
 
 class Log:

@@ -146,7 +146,7 @@ def test_a_verdict_of_good_protects_the_newest_that_has_it() -> None:
         )
     )
     assert protected(lineage) == {state(1, 4), state(1, 2)}
-    assert to_collect(lineage, KEEP_1) == (state(1, 1), state(1, 3))
+    assert [each.state for each in to_collect(lineage, KEEP_1)] == [state(1, 1), state(1, 3)]
 
 
 def test_void_ones_go_with_the_rest() -> None:

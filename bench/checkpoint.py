@@ -6,8 +6,9 @@
 Every repetition runs everything once, ours and theirs side by side and in turning order, so that
 the machine's drift hits both alike; ratios are medians of the ratios within a repetition. Times are
 from a barrier to the last rank's end. "durable" is from before the capture to the commit in the
-log, on disk. Loads are from the page cache, except "uncached". "small" is the time of 5,000 tensors of 1 KiB less that of one
-tensor of 5 MB, over 5,000, in one process, capture to commit. Prints JSON; leaves nothing behind.
+log, on disk. Loads are from the page cache, except "uncached". "small" is the time of 5,000 tensors
+of 1 KiB less that of one tensor of 5 MB, over 5,000, in one process, capture to commit. Prints
+JSON; leaves nothing behind.
 """
 
 from __future__ import annotations

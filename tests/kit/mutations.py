@@ -27,7 +27,7 @@ class _Done:
 def _keep_own_chunk(trainable: Trainable) -> None:
     """fsdp's reduce-scatter over dp_shard."""
 
-    def reduce_scatter(group: ProcessGroup, out: Tensor, whole: Tensor, *_: Any) -> _Done:
+    def reduce_scatter(group: ProcessGroup, out: Tensor, whole: Tensor, *_: object) -> _Done:
         out.copy_(whole.chunk(group.size())[group.rank()])
         return _Done()
 
@@ -42,7 +42,7 @@ def _silence_all_reduce(axis: str) -> Callable[[Trainable], None]:
         name = trainable.grid.group(axis).group_name
         original = ProcessGroup.allreduce
 
-        def allreduce(group: ProcessGroup, tensors: Any, *rest: Any) -> Any:
+        def allreduce(group: ProcessGroup, tensors: Any, *rest: Any) -> Any:  # noqa: ANN401
             first = tensors[0] if isinstance(tensors, list) else tensors
             if group.group_name == name and first.is_floating_point():
                 return _Done()
@@ -86,15 +86,18 @@ def _count_everywhere(_: Trainable) -> None:
 
 
 def _never_sync(_: Trainable) -> None:
-    FSDPModule.set_requires_gradient_sync = (  # type: ignore[method-assign]
-        lambda self, *a, **k: None
-    )
+    original = FSDPModule.set_requires_gradient_sync
+
+    def never(module: FSDPModule, *_: object, **__: object) -> None:
+        original(module, False)
+
+    FSDPModule.set_requires_gradient_sync = never  # type: ignore[method-assign,assignment]
 
 
 def _no_scatter_sum(_: Trainable) -> None:
     """The sum of row-parallel partial results (and of column-parallel input gradients) over tp."""
 
-    def own_chunk(x: Tensor, _op: str, size: int, group: Any) -> Tensor:
+    def own_chunk(x: Tensor, _op: str, size: int, group: Any) -> Tensor:  # noqa: ANN401
         found = group
         if isinstance(group, str):
             found = torch._C._distributed_c10d._resolve_process_group(group)
@@ -107,7 +110,7 @@ def _send_zeros(_: Trainable) -> None:
     """What a stage sends to its neighbour arrives as zeros."""
     original = ProcessGroup.send
 
-    def send(group: ProcessGroup, tensors: list[Tensor], *rest: Any) -> Any:
+    def send(group: ProcessGroup, tensors: list[Tensor], *rest: Any) -> Any:  # noqa: ANN401
         floating = tensors[0].is_floating_point()
         return original(group, [torch.zeros_like(t) if floating else t for t in tensors], *rest)
 
@@ -143,6 +146,30 @@ _MUTATIONS: dict[str, Callable[[Trainable], None]] = {
     "step reduction over pp": _silence_reduction("pp"),
 }
 NAMES = tuple(name for name in _MUTATIONS if name)
+
+# (case, what is removed from it): the collective that the case's parity test guards.
+GUARDS = (
+    ("dp2", "dp gradient reduce-scatter"),
+    ("dp2-replicas", "replica gradient all-reduce"),
+    ("hsdp2x2", "replica gradient all-reduce"),
+    ("dp2-accumulation-4", "gradient sync on the last micro-batch"),
+    ("dp2", "token count all-reduce"),
+    ("accumulation-1", "one token count for all micro-batches"),
+    ("dp2-accumulation-4", "one token count for all micro-batches"),
+    ("tp2", "norm weights' gradient sum over tp"),
+    ("tp2", "tp reduce-scatter of partial sums"),
+    ("tp2", "loss all-reduces over tp"),
+    ("tied-pp2", "tied gradient sum"),
+    ("tied-pp2-interleaved", "tied gradient sum"),
+    ("tied-pp2", "tied pair counted once"),
+    ("tp2", "replicated weights counted once"),
+    ("dp2-replicas", "replicated weights counted once"),
+    ("pp2", "pipeline sends"),
+    ("pp2-interleaved", "pipeline sends"),
+    ("dp2", "step reduction over dp"),
+    ("tp2", "step reduction over tp"),
+    ("pp2", "step reduction over pp"),
+)
 
 
 def mutate(name: str, trainable: Trainable) -> None:

@@ -26,7 +26,8 @@ def fetch_headers(store: Store, manifest: Manifest, ranks: Iterable[int]) -> dic
 
     Raises:
         Corrupt: if a header is not the one that the manifest vouches for.
-        FormatError: if the manifest has no such image, or a header is malformed.
+        FormatError: if the manifest has no such image, or a header is malformed or of another
+            job, state, rank, mesh or plan.
         StoreError: as the store raises it.
     """
     records = {record.rank: record for record in manifest.images}
@@ -42,7 +43,9 @@ def fetch_headers(store: Store, manifest: Manifest, ranks: Iterable[int]) -> dic
         digest = digest128(data)
         if digest != record.digest:
             raise Corrupt(key, "header", f"digest {record.digest}", digest, offset=0)
-        headers[rank] = parse(data, key, record.size_bytes)
+        header = parse(data, key, record.size_bytes)
+        _check_belongs(header, manifest, rank, key)
+        headers[rank] = header
     return headers
 
 
@@ -77,6 +80,18 @@ def fetch(
     with ThreadPoolExecutor(threads, thread_name_prefix="keepstep-fetch") as pool:
         for _ in pool.map(bring, blocks):  # an error cancels those not begun
             pass
+
+
+def _check_belongs(header: ImageHeader, manifest: Manifest, rank: int, key: str) -> None:
+    for field, expected, found in (
+        ("job", manifest.job, header.job),
+        ("state", manifest.state, header.state),
+        ("rank", rank, header.rank),
+        ("mesh", manifest.mesh, header.mesh),
+        ("plan", manifest.plan_digest, header.plan_digest),
+    ):
+        if expected != found:
+            raise FormatError(key, field, f"{expected}, as in the manifest", str(found))
 
 
 def _blocks(plan: ReadPlan) -> Iterator[Read]:

@@ -63,7 +63,7 @@ def placement_of(
         else:
             raise NotRepresentable(
                 name,
-                f"its placement over axis {names[index]!r} is {placement}; "
+                f"its placement over axis {names[index]!r} is {placement!r}; "
                 "redistribute it to Shard or Replicate first",
             )
     splits = tuple(Split(axis=axis, dim=dim) for dim in sorted(cuts) for axis, _ in cuts[dim])

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepstep.trainer.errors import DataError
-from keepstep.trainer.order import Indices, Order
+from keepstep.trainer.order import Indices, Order, share
 from keepstep.trainer.tokenfile import TokenFile
 
 IGNORED = -100
@@ -51,7 +51,7 @@ class Windows:
         return max(0, -(-(self.end - self.first - 1) // self.seq_len))
 
     def read(self, windows: Indices) -> Samples:
-        """The samples of `windows`, in that order.
+        """The samples of `windows`, in that order; one beyond the last has IGNORED labels only.
 
         Raises:
             DataError: a token that the vocabulary does not have.
@@ -61,9 +61,11 @@ class Windows:
         labels = np.full(shape, IGNORED, dtype=np.int64)
         for row, window in enumerate(windows.tolist()):
             start = self.first + window * self.seq_len
-            ids = self.tokens.read(start, min(start + self.seq_len + 1, self.end))
-            inputs[row, : ids.size - 1] = ids[:-1]
-            labels[row, : ids.size - 1] = ids[1:]
+            end = min(start + self.seq_len + 1, self.end)
+            if end - start > 1:
+                ids = self.tokens.read(start, end)
+                inputs[row, : ids.size - 1] = ids[:-1]
+                labels[row, : ids.size - 1] = ids[1:]
         return Samples(inputs, labels)
 
 
@@ -78,6 +80,15 @@ class Corpus:
     def batch(self, indices: Indices) -> Samples:
         """The samples of global sample indices."""
         return self.training.read(self.order.windows(indices))
+
+    def heldout_batches(self, batch: int, batches_max: int) -> int:
+        """How many batches of held-out windows there are, at most `batches_max`."""
+        return min(batches_max, -(-len(self.heldout) // batch))
+
+    def heldout_batch(self, number: int, batch: int, dp: int, dp_rank: int) -> Samples:
+        """This dp rank's share of held-out batch `number`; windows beyond the last are IGNORED."""
+        windows = np.arange(number * batch, (number + 1) * batch, dtype=np.int64)
+        return self.heldout.read(share(windows, dp, dp_rank))
 
 
 def open_corpus(

@@ -177,11 +177,11 @@ def _fork(
     reading, writing = os.pipe()
     launcher = os.getpid()
     pid = os.fork()
-    if pid:
-        os.close(writing)
-        return pid, reading
-    start = RankStart(rank, world_size, rendezvous, writing)
-    _run_rank(start, main, run, log_path(rank), launcher)
+    if pid == 0:
+        start = RankStart(rank, world_size, rendezvous, writing)
+        _run_rank(start, main, run, log_path(rank), launcher)
+    os.close(writing)
+    return pid, reading
 
 
 def _run_rank(start: RankStart, main: RankMain, run: str, log: Path, launcher: int) -> NoReturn:

@@ -50,9 +50,12 @@ def process_start_ticks(pid: int) -> int | None:
 
 
 class RunDir:
-    """A run directory that this process holds until it and all its children are gone."""
+    """A run directory that this process holds until it and all its children are gone.
 
-    def __init__(self, path: Path, lock_fd: int) -> None:
+    With no `lock_fd` another process of the same run holds it.
+    """
+
+    def __init__(self, path: Path, lock_fd: int | None) -> None:
         self.path = path
         self._lock_fd = lock_fd
 
@@ -72,7 +75,8 @@ class RunDir:
 
     def release(self) -> None:
         """Give the directory up now. Children that hold the lock keep it until they end."""
-        os.close(self._lock_fd)
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
 
 
 def hold_run_dir(path: Path, run_name: str, dying_s: float = DYING_S) -> RunDir:

@@ -108,6 +108,23 @@ class TokenFile:
             )
         return tokens
 
+    def document(self, number: int) -> list[int]:
+        """The ids of one document.
+
+        Raises:
+            DataError: there is no such document, or as `read`.
+        """
+        if not 0 <= number < self.document_count:
+            raise DataError(
+                f"{self.path}: document {number}: expected one of 0 to {self.document_count - 1}",
+                file=str(self.path),
+                field=f"document {number}",
+                expected=f"0 to {self.document_count - 1}",
+                found=str(number),
+            )
+        ids = self.read(int(self.pointers[number]), int(self.pointers[number + 1]))
+        return [int(one) for one in ids]
+
     def verify(self) -> None:
         """Read all tokens once and compare their digest.
 

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from keepstep import __version__
+from keepstep import __version__, train_commands
 from keepstep.ckpt.address import find_live, find_present, parse_address
 from keepstep.ckpt.errors import BadName, CheckpointError, NoSuchState
 from keepstep.ckpt.lineage import Committed, Lineage
@@ -38,6 +38,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Keeps a large training run in step: trains, checkpoints, resumes, inspects.",
 )
+
+app.command("train")(train_commands.train)
+app.add_typer(train_commands.data_app, name="data")
 
 StoreArgument = Annotated[
     str, typer.Argument(metavar="STORE[@STEP]", help="Path or URL; @STEP picks a checkpoint.")

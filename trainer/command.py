@@ -1,0 +1,175 @@
+"""`keepstep train` from arguments to exit code, and the same run under torchrun."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import setproctitle
+from rich.console import Console
+
+from keepstep.ckpt.errors import CheckpointError
+from keepstep.storage.errors import StoreError
+from keepstep.trainer.config import Config
+from keepstep.trainer.errors import RankFailed, TrainerError
+from keepstep.trainer.events import Events
+from keepstep.trainer.job import Arguments, Job, check_config, make_config, open_job
+from keepstep.trainer.launch import (
+    RankStart,
+    Report,
+    process_title,
+    run_ranks,
+    warm_up,
+)
+from keepstep.trainer.progress import Display, summary
+from keepstep.trainer.rundir import RunDir, hold_run_dir
+from keepstep.trainer.signals import StopNow
+
+if TYPE_CHECKING:  # torch is imported late: only in `warm_up`, and under torchrun
+    from torch.distributed.distributed_c10d import Store
+
+_PREPARED = "keepstep/prepared"
+
+
+def train(arguments: Arguments, console: Console) -> None:
+    """Train on this machine: fork the ranks, mind them, and say what came of it.
+
+    Raises:
+        TrainerError: a refusal, or the first cause of a failure; it is in events.jsonl too, if
+            there is a run directory to write it in.
+        StopNow: a second signal.
+    """
+    config = make_config(arguments)
+    check_config(config)
+    setproctitle.setproctitle(process_title("launcher", config.run.name))
+    run_dir = _hold(arguments.run_dir, config.run.name)
+    events = Events(run_dir.path, role="launcher")
+    if events.repair():
+        events.append("repaired", "cut a torn last line off events.jsonl")
+    display = Display(console)
+    try:
+        job = open_job(arguments, config, run_dir)
+        warm_up()
+        _fork_and_mind(job, run_dir, display)
+    except (TrainerError, StopNow) as error:
+        kind = "failed" if isinstance(error, RankFailed | StopNow) else "refused"
+        events.append(kind, str(error))
+        raise
+    finally:
+        display.close()
+        events.sync()
+        run_dir.release()
+    _print_summary(job, console)
+
+
+def _hold(path: Path, run_name: str) -> RunDir:
+    """Hold the run directory. A refusal over a live run is an event of that run."""
+    try:
+        return hold_run_dir(path, run_name)
+    except TrainerError as error:
+        if path.is_dir() and os.access(path, os.W_OK):
+            Events(path, role="launcher").append("refused", str(error))
+        raise
+
+
+def _fork_and_mind(job: Job, run_dir: RunDir, display: Display) -> None:
+    def main(start: RankStart) -> None:
+        _forked_rank(job, start)
+
+    def on_report(report: Report) -> None:
+        display.show(report)
+
+    run_ranks(
+        job.config.parallel.world_size,
+        main,
+        run=job.config.run.name,
+        log_path=run_dir.log_path,
+        on_report=on_report,
+    )
+
+
+def _forked_rank(job: Job, start: RankStart) -> None:
+    """The life of a forked rank: all its torch begins here."""
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+    from keepstep.trainer.loop import Seat, run_rank
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(start.world_size)
+    seat = Seat(
+        rank=start.rank,
+        world_size=start.world_size,
+        local_rank=start.rank,
+        store=FileStore(str(start.rendezvous / "store"), start.world_size),
+        report=start.report,
+        exit_on_second=False,
+    )
+    run_rank(job, seat)
+
+
+def train_under_torchrun(arguments: Arguments, console: Console) -> None:
+    """Train as one rank of many that torchrun has started: the environment says which.
+
+    Rank 0 prepares the run directory and the corpus; the others wait for it.
+
+    Raises: as `train`.
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    from keepstep.trainer.loop import Seat, run_rank
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    config = make_config(arguments)
+    check_config(config, world_size)
+    setproctitle.setproctitle(process_title(f"rank {rank}", config.run.name))
+    store, _, _ = next(iter(rendezvous("env://", rank=rank, world_size=world_size)))
+    job = _prepare_together(arguments, config, rank, store)
+    display = Display(console)
+
+    def report(kind: str, **fields: object) -> None:
+        if rank == 0:
+            display.show({"kind": kind, **fields})
+
+    seat = Seat(
+        rank=rank,
+        world_size=world_size,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        store=store,
+        report=report,
+        exit_on_second=True,
+    )
+    try:
+        run_rank(job, seat)
+    except (TrainerError, CheckpointError, StoreError) as error:
+        Events(job.run_dir, role="rank", rank=rank).append("failed", str(error))
+        raise
+    finally:
+        display.close()
+    if rank == 0:
+        _print_summary(job, console)
+
+
+def _prepare_together(arguments: Arguments, config: Config, rank: int, store: Store) -> Job:
+    """Rank 0 holds the run directory and builds the corpus; then the others open it."""
+    if rank > 0:
+        refused = store.get(_PREPARED).decode()
+        if refused:
+            raise TrainerError(refused)
+        return open_job(arguments, config, RunDir(arguments.run_dir, None), verify=False)
+    refused = "rank 0 failed before it had prepared the run directory"
+    try:
+        run_dir = _hold(arguments.run_dir, config.run.name)
+        Events(run_dir.path, role="launcher").repair()
+        job = open_job(arguments, config, run_dir)
+        refused = ""
+    except TrainerError as error:
+        refused = str(error)
+        raise
+    finally:
+        store.set(_PREPARED, refused)
+    return job
+
+
+def _print_summary(job: Job, console: Console) -> None:
+    for line in summary(job.run_dir, job.store_url):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,338 @@
+"""What each rank does: join the others, begin, step until told to stop, and leave in order."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from keepstep.ckpt.agree import all_gather_bytes, gather_structure
+from keepstep.ckpt.layout import layout_values
+from keepstep.ckpt.log import Log
+from keepstep.ckpt.retention import Policy
+from keepstep.ckpt.save import Saver
+from keepstep.storage.locate import open_store
+from keepstep.trainer import device as devices
+from keepstep.trainer.budget import least_bytes
+from keepstep.trainer.checkpointing import Checkpointing
+from keepstep.trainer.dataset import Samples
+from keepstep.trainer.errors import TrainerError
+from keepstep.trainer.events import Events
+from keepstep.trainer.flops import peak_flops, utilisation
+from keepstep.trainer.job import Job
+from keepstep.trainer.mesh import Grid, make_grid
+from keepstep.trainer.metrics import Metrics, StepMetrics
+from keepstep.trainer.optim import learning_rate
+from keepstep.trainer.order import share, take
+from keepstep.trainer.reduction import Entry
+from keepstep.trainer.registration import Position, register
+from keepstep.trainer.restoring import Beginner, Beginning
+from keepstep.trainer.signals import StopRequest
+from keepstep.trainer.train_step import Batch, StepNumbers, Trainable, build
+
+Report = Callable[..., None]
+"""`report(kind, **fields)`: rank 0's words to whoever shows them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a rank sits.
+
+    Attributes:
+        rank: of `world_size`.
+        world_size: all ranks.
+        local_rank: among those of this host: which GPU.
+        store: torch's rendezvous store; None: from the environment (torchrun).
+        report: rank 0's words to whoever shows them.
+        exit_on_second: whether a second signal ends this process itself.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    store: Store | None
+    report: Report
+    exit_on_second: bool
+
+
+def run_rank(job: Job, seat: Seat) -> None:
+    """Train on this rank until the run stops. Returns when the last commit is made.
+
+    Raises:
+        TrainerError, CheckpointError, StoreError: what ended the run otherwise.
+    """
+    stop = StopRequest(exit_on_second=seat.exit_on_second)
+    torch.set_num_threads(1)
+    device = devices.choose(job.config.run.device, seat.local_rank)
+    with _process_group(job, seat, device) as control:
+        grid = make_grid(job.config.parallel, device.device)
+        trainable = build(job.config.numerics_config(), grid)
+        run = _Run(job, seat, device, grid, trainable, control, stop)
+        try:
+            run.begin()
+            run.train()
+        finally:
+            run.close()
+
+
+@contextlib.contextmanager
+def _process_group(
+    job: Job, seat: Seat, device: devices.Device
+) -> Iterator[dist.ProcessGroup | None]:
+    """Join the other ranks; yields the group for CPU tensors (None: the default one is that)."""
+    patience = datetime.timedelta(seconds=job.config.run.patience_s)
+    dist.init_process_group(
+        device.backend,
+        store=seat.store,
+        rank=seat.rank,
+        world_size=seat.world_size,
+        timeout=patience,
+    )
+    control = None
+    if device.backend != "gloo":
+        control = dist.new_group(backend="gloo", timeout=patience)
+    yield control
+    # Reached only if all went well: after a failure the sockets close with the process, at once.
+    dist.barrier(control)
+    dist.destroy_process_group()
+
+
+class _Run:
+    """One rank's run, from its beginning to its last commit."""
+
+    def __init__(
+        self,
+        job: Job,
+        seat: Seat,
+        device: devices.Device,
+        grid: Grid,
+        trainable: Trainable,
+        control: dist.ProcessGroup | None,
+        stop: StopRequest,
+    ) -> None:
+        self._job, self._seat, self._device = job, seat, device
+        self._grid, self._trainable = grid, trainable
+        self._control, self._stop = control, stop
+        self._is_first = seat.rank == 0
+        self._events = Events(job.run_dir, role="rank", rank=seat.rank)
+        self._metrics = Metrics(job.run_dir) if self._is_first else None
+        self._position = Position()
+        registry = register(trainable, self._position, job, seat.rank)
+        structure = gather_structure(control, registry)
+        # Rank 0 makes the store's directory; the others open it once all know that it is there.
+        store = open_store(job.store_url, create=True) if self._is_first else None
+        dist.barrier(control)
+        self._store = store or open_store(job.store_url)
+        self._log = Log(self._store, job=job.config.run.name) if self._is_first else None
+        self._saver = Saver(registry, structure, self._store, job.config.run.name)
+        self._beginner = Beginner(
+            job=job,
+            trainable=trainable,
+            registry=registry,
+            structure=structure,
+            store=self._store,
+            log=self._log,
+            control=control,
+            arena=self._saver.arena,
+        )
+        self._structure = structure
+        self._checkpointing: Checkpointing | None = None
+        self._least = {axis: round(size) for axis, size in least_bytes(trainable.config).items()}
+        self._peak = peak_flops(device.name(), job.config.numerics.dtype)
+
+    # Beginning.
+
+    def begin(self) -> None:
+        """Restore what there is, and say so."""
+        begun = self._beginner.begin()
+        self._generation = begun.generation
+        config = self._job.config.run
+        self._checkpointing = Checkpointing(
+            self._saver,
+            self._structure,
+            job_name=config.name,
+            generation=begun.generation,
+            log=self._log,
+            policy=Policy(keep_last=config.keep, keep_every=config.keep_every),
+            control=self._control,
+            tell=self._tell,
+            last=begun.base,
+        )
+        checkpoint_bytes = sum(self._gather(self._saver.size_bytes))
+        self._tell_beginning(begun, checkpoint_bytes)
+
+    def _tell_beginning(self, begun: Beginning, checkpoint_bytes: int) -> None:
+        layout = dict(layout_values(self._job.layout))
+        for problem in begun.passed_over:
+            self._tell("checkpoint_passed_over", problem)
+        if begun.changed:
+            self._tell("config_changed", "; ".join(begun.changed), changed=list(begun.changed))
+        if begun.base is not None:
+            kind = "resumed"
+            reason = f"from step {begun.base.step} of generation {begun.base.generation}"
+            if begun.layout != str(self._job.layout):
+                reason += f", saved as {begun.layout}, resharded to {self._job.layout}"
+        elif begun.parent is not None:
+            kind, what = "started", "weights" if begun.parent.weights_only else "state"
+            reason = f"from the {what} of {begun.parent.store}@{begun.parent.state.step}"
+        else:
+            kind, reason = "started", "from nothing"
+        self._tell(
+            kind,
+            reason,
+            generation=begun.generation,
+            step=self._position.step,
+            base=None if begun.base is None else [begun.base.generation, begun.base.step],
+            layout=layout,
+            world_size=self._seat.world_size,
+            device=self._device.name(),
+            checkpoint_bytes=checkpoint_bytes,
+            restore_s=begun.restore_s,
+            read_bytes=begun.read_bytes,
+        )
+
+    # Stepping.
+
+    def train(self) -> None:
+        """Step until `run.steps`, or until somebody asked to stop; the last step is committed."""
+        checkpointing = self._checkpointing
+        assert checkpointing is not None
+        steps = self._job.config.run.steps
+        should_stop = False
+        while self._position.step < steps and not should_stop:
+            should_stop = self._step(checkpointing)
+        if checkpointing.is_pending:
+            self._finish_save(checkpointing)
+        last = checkpointing.last
+        step = self._position.step
+        if step > 0 and (last is None or last.step != step):
+            checkpointing.save(step)
+            if not self._finish_save(checkpointing):
+                raise TrainerError(
+                    f"stopped at step {step}, which could not be saved: "
+                    f"{checkpointing.last_problem}; the last good commit is "
+                    f"{'none' if last is None else f'step {last.step}'}"
+                )
+        reason = f"reached run.steps = {steps}" if step >= steps else self._stop_reason()
+        self._tell("stopped", reason, step=step, generation=self._generation)
+
+    def _step(self, checkpointing: Checkpointing) -> bool:
+        """One step, and what is due after it. Returns whether to stop now."""
+        started_s = time.perf_counter()
+        config, position = self._job.config, self._position
+        first, step = position.cursor, position.step + 1
+        indices, end = take(first, config.batch.global_batch, position.skipped_ranges())
+        mine = share(indices, config.parallel.dp, self._grid.place.dp)
+        lr = learning_rate(step, config.optim)
+        asked: dict[str, Entry] = {
+            "stop": ("max", float(self._stop.is_requested)),
+            "written": ("min", float(checkpointing.is_written)),
+        }
+        numbers = self._trainable.step(_batch(self._job.corpus.batch(mine)), lr, asked)
+        position.step, position.cursor = step, end
+        if not numbers.applied:
+            position.skipped.append([first, end])
+            self._tell("skipped", "the gradient is not finite", step=step, samples=[first, end])
+        step_ms = (time.perf_counter() - started_s) * 1e3
+        if checkpointing.is_pending and numbers.extra["written"] == 1.0:
+            self._finish_save(checkpointing)
+        every = config.run.checkpoint_every
+        capture_ms = checkpointing.save(step) if every and step % every == 0 else 0.0
+        self._note(numbers, step, lr, (first, end), step_ms, capture_ms)
+        if config.run.evaluate_every and step % config.run.evaluate_every == 0:
+            self._evaluate(step)
+        return numbers.extra["stop"] == 1.0
+
+    def _finish_save(self, checkpointing: Checkpointing) -> bool:
+        made = checkpointing.finish()
+        if made:
+            if self._metrics is not None:
+                self._metrics.sync()
+            checkpointing.collect()
+        return made
+
+    def _note(
+        self,
+        numbers: StepNumbers,
+        step: int,
+        lr: float,
+        samples: tuple[int, int],
+        step_ms: float,
+        capture_ms: float,
+    ) -> None:
+        """Write the step's line, and show it."""
+        if self._metrics is None:
+            return
+        tokens_per_s = numbers.tokens / (step_ms / 1e3)
+        model, ranks = self._job.config.model, self._seat.world_size
+        self._metrics.append(
+            StepMetrics(
+                step=step,
+                loss=numbers.loss,
+                grad_norm=numbers.grad_norm,
+                lr=lr,
+                tokens=numbers.tokens,
+                samples=samples,
+                applied=numbers.applied,
+                generation=self._generation,
+                layout=dict(layout_values(self._job.layout)),
+                comm_bytes=numbers.comm_bytes,
+                comm_bytes_least=self._least,
+                step_ms=step_ms,
+                capture_ms=capture_ms,
+                tokens_per_s=tokens_per_s,
+                flops_utilisation=utilisation(model, tokens_per_s, ranks, self._peak),
+            )
+        )
+        self._seat.report(
+            "step",
+            step=step,
+            steps=self._job.config.run.steps,
+            loss=str(numbers.loss),
+            grad_norm=str(numbers.grad_norm),
+            lr=lr,
+            tokens_per_s=tokens_per_s,
+            step_ms=step_ms,
+            comm_bytes=numbers.comm_bytes,
+        )
+
+    def _evaluate(self, step: int) -> None:
+        """The loss on held-out windows: the same ones each time, in order."""
+        run, batch = self._job.config.run, self._job.config.batch.global_batch
+        dp, place = self._job.config.parallel.dp, self._grid.place.dp
+        loss = self._trainable.evaluate(
+            _batch(self._job.corpus.heldout_batch(number, batch, dp, place))
+            for number in range(self._job.corpus.heldout_batches(batch, run.evaluate_batches))
+        )
+        self._tell("evaluated", f"held-out loss {loss:.4f}", step=step, loss=loss)
+
+    # Words.
+
+    def _stop_reason(self) -> str:
+        return self._stop.reason or "another rank was asked to stop"
+
+    def _tell(self, kind: str, reason: str, **details: object) -> None:
+        """An event, of rank 0 alone."""
+        if self._is_first:
+            self._events.append(kind, reason, **details)
+            self._seat.report("event", event=kind, reason=reason, details=details)
+
+    def _gather(self, number: int) -> list[int]:
+        return [int(data) for data in all_gather_bytes(self._control, str(number).encode())]
+
+    def close(self) -> None:
+        """Free the saver's thread and memory, and make the last lines durable."""
+        self._saver.close()
+        if self._metrics is not None:
+            self._metrics.sync()
+        self._events.sync()
+
+
+def _batch(samples: Samples) -> Batch:
+    return Batch(torch.from_numpy(samples.inputs), torch.from_numpy(samples.labels))

@@ -1,0 +1,133 @@
+"""What a person sees of a run: a bar on a terminal, plain lines elsewhere, and a last summary."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from keepstep.trainer.events import read_events
+from keepstep.trainer.metrics import read_metrics
+
+LINE_EVERY_STEPS = 10
+_QUIET_EVENTS = frozenset(("retired", "stopped"))
+
+
+def mebibytes(size_bytes: float) -> str:
+    """A size for people."""
+    return f"{size_bytes / (1 << 20):.2f} MiB"
+
+
+class Display:
+    """Shows what rank 0 reports. Starts no thread, so that ranks may be forked beside it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+        self._task: Any = None
+
+    def show(self, report: Mapping[str, Any]) -> None:
+        """Show one report of a rank, or of the launcher."""
+        if report["kind"] == "step":
+            self._step(report)
+        elif report["kind"] == "event" and report["event"] not in _QUIET_EVENTS:
+            self._console.print(_event_line(report), highlight=False, markup=False, soft_wrap=True)
+        elif report["kind"] == "stop_requested":
+            self._console.print(
+                f"stopping: {report['reason']}; finishing the step and committing "
+                "(a second signal ends at once)",
+                highlight=False,
+                markup=False,
+            )
+
+    def _step(self, report: Mapping[str, Any]) -> None:
+        words = (
+            f"loss {float(report['loss']):.4f}  norm {float(report['grad_norm']):.3f}  "
+            f"lr {report['lr']:.2e}  {report['tokens_per_s']:,.0f} tokens/s"
+        )
+        step, steps = report["step"], report["steps"]
+        if self._console.is_terminal:
+            self._advance(step, steps, words)
+        elif step == 1 or step % LINE_EVERY_STEPS == 0 or step == steps:
+            sent = "  ".join(f"{axis} {mebibytes(n)}" for axis, n in report["comm_bytes"].items())
+            self._console.print(
+                f"step {step}/{steps}  {words}  {report['step_ms']:.0f} ms  sent {sent}",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
+
+    def _advance(self, step: int, steps: int, words: str) -> None:
+        if self._bar is None:
+            self._bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[words]}"),
+                console=self._console,
+                auto_refresh=False,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("", total=steps, words="")
+        self._bar.update(self._task, completed=step, words=words)
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _event_line(report: Mapping[str, Any]) -> str:
+    details = report["details"]
+    step = f" at step {details['step']}" if report["event"] == "evaluated" else ""
+    line = f"{report['event'].replace('_', ' ')}{step}: {report['reason']}"
+    if "checkpoint_bytes" in details:
+        sizes = details["layout"]
+        layout = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+        line += (
+            f"; layout {layout}; generation {details['generation']}; "
+            f"a checkpoint has {mebibytes(details['checkpoint_bytes'])}"
+        )
+    return line
+
+
+def summary(run_dir: Path, store: str) -> list[str]:
+    """Where the run is, what was saved, how to look at it: the commands work as pasted."""
+    lines = [f"run:   {run_dir}"]
+    steps = read_metrics(run_dir)
+    if steps:
+        first, last = steps[0], steps[-1]
+        lines.append(
+            f"steps: {last['step']} done; loss {float(first['loss']):.4f} -> "
+            f"{float(last['loss']):.4f}"
+        )
+    evaluated = read_events(run_dir, "evaluated")
+    if evaluated:
+        lines.append(
+            f"       held-out loss {float(evaluated[-1]['loss']):.4f} after step "
+            f"{evaluated[-1]['step']}"
+        )
+    committed = read_events(run_dir, "checkpoint_committed")
+    if not committed:
+        return [*lines, "saved: nothing"]
+    retired = {step for event in read_events(run_dir, "retired") for step in event["steps"]}
+    kept = sorted({event["step"] for event in committed} - retired)
+    last = committed[-1]
+    lines.append(
+        f"saved: step{'s' if len(kept) > 1 else ''} {', '.join(map(str, kept))} "
+        f"({mebibytes(last['size_bytes'])} each) in {store}"
+    )
+    name = shlex.quote(store)
+    newest = shlex.quote(f"{store}@{last['step']}")
+    return [
+        *lines,
+        "look:  " + f"keepstep ls {name}",
+        "       " + f"keepstep show {newest}",
+        "       " + f"keepstep verify {name}",
+    ]

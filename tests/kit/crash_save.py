@@ -9,6 +9,7 @@ whole, and the next run goes on from there and cleans up.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from tests.kit.checkpoints import TENSORS, write_images
 from tests.kit.logs import generation, open_log
@@ -64,12 +65,8 @@ def save(
     log = _take_over(store, 2, OLD)
     images = MemoryStore()
     manifest = write_images(images, NEW, tensors)
-    do_all(
-        [
-            lambda info=info: store.put(info.key, images.get(info.key, READ_BYTES_MAX))
-            for info in images.list("")
-        ]
-    )
+    data = {info.key: images.get(info.key, READ_BYTES_MAX) for info in images.list("")}
+    do_all([partial(store.put, key, image) for key, image in data.items()])
     commit(log, manifest)
     on_committed()
     collect(log, POLICY)

@@ -281,6 +281,9 @@ class StoreSuite(ABC):
             "b/a0/z",
             "B/a",
             "c-d",
+            "d-e",
+            "d.e/y",
+            "d/x",
         ]
         for key in reversed(keys):
             self.set_raw(store, key, key.encode())

@@ -10,10 +10,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.kit.checkpoints import TENSORS
 from tests.kit.crash_save import (
     BIGGER,
     NEW,
-    TENSORS,
     expected_files,
     faults_found,
     faults_going_on,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_process_group_ranks
 
 AXES = ("dp", "tp", "pp")
 
@@ -84,10 +84,15 @@ def payload_bytes(value: object) -> int:
 
 
 class Meter:
-    """Counts one rank's bytes per axis. `groups`: process-group name -> axis."""
+    """Counts one rank's bytes per axis. `groups`: ranks of a group, ascending -> its axis.
 
-    def __init__(self, groups: Mapping[str, str]) -> None:
+    Groups are known by their ranks, since DTensor may issue a collective on the group of an equal
+    mesh that was made earlier in the process.
+    """
+
+    def __init__(self, groups: Mapping[tuple[int, ...], str]) -> None:
         self._groups = dict(groups)
+        self._named: dict[str, str] = {}  # group name -> axis, as far as seen
         self._sent: dict[str, float] = dict.fromkeys(AXES, 0.0)
         _TAP.install()
 
@@ -100,17 +105,28 @@ class Meter:
         finally:
             _TAP.meter = before
 
-    def add(self, group: str, factor: int | None, payload: float, size: int) -> None:
-        """Count one collective of the named group."""
+    def add(self, group: ProcessGroup, factor: int | None, payload: float) -> None:
+        """Count one collective of a group.
+
+        Raises:
+            CommError: the group's ranks are those of no axis.
+        """
+        size = group.size()
         if size == 1:
             return
-        axis = self._groups.get(group)
+        axis = self._named.get(group.group_name) or self._axis_of(group)
+        self._sent[axis] += ring_bytes(factor, payload, size)
+
+    def _axis_of(self, group: ProcessGroup) -> str:
+        ranks = tuple(sorted(get_process_group_ranks(group)))
+        axis = self._groups.get(ranks)
         if axis is None:
             raise CommError(
-                f"a collective of {payload} bytes was issued in a step on the group {group!r}"
-                f" ({size} ranks), which belongs to no axis of the mesh"
+                f"a collective was issued in a step on the group {group.group_name!r} of ranks"
+                f" {list(ranks)}, which belongs to no axis of the mesh"
             )
-        self._sent[axis] += ring_bytes(factor, payload, size)
+        self._named[group.group_name] = axis
+        return axis
 
     def take(self) -> dict[str, float]:
         """This rank's bytes per axis since the last take; starts anew from zero."""
@@ -146,7 +162,7 @@ class _Tap:
             if self.meter is not None:
                 values = [*args, *kwargs.values()]
                 payload = payload_bytes(values[position])
-                self.meter.add(group.group_name, factor, payload, group.size())
+                self.meter.add(group, factor, payload)
             return original(group, *args, **kwargs)
 
         return counted
@@ -173,9 +189,8 @@ class _CountedOperator:
             group: Any = values[self._position]  # a group, or its name
             if not isinstance(group, ProcessGroup):
                 group = _resolve_process_group(group)
-            size = group.size()
-            payload = payload_bytes(values[0]) * (size if self._times_size else 1)
-            meter.add(group.group_name, self._factor, payload, size)
+            payload = payload_bytes(values[0]) * (group.size() if self._times_size else 1)
+            meter.add(group, self._factor, payload)
         return self._operator(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401

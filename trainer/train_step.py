@@ -14,6 +14,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import get_process_group_ranks
 
 from keepstep.trainer import loss, norm, tied
 from keepstep.trainer.comm import AXES, Meter
@@ -166,16 +167,14 @@ class Trainable:
             return False  # the first stage counts the pair, once
         return norm.counts_here(param, self.grid.place)
 
-    def _group_axes(self) -> dict[str, str]:
+    def _group_axes(self) -> dict[tuple[int, ...], str]:
         axes = {"pp": "pp", "dp_replicate": "dp", "dp_shard": "dp", "tp": "tp", "dp": "dp"}
         parallel = self.config.parallel
         sizes = {**vars(parallel), "dp_shard": parallel.dp_shard}
-        groups: dict[str, str] = {
-            self.grid.group(name).group_name: axis for name, axis in axes.items() if sizes[name] > 1
-        }
+        groups = [(self.grid.group(name), axis) for name, axis in axes.items() if sizes[name] > 1]
         if self._ends is not None:
-            groups[self._ends.group_name] = "pp"
-        return groups
+            groups.append((self._ends, "pp"))
+        return {tuple(sorted(get_process_group_ranks(group))): axis for group, axis in groups}
 
 
 def build(config: NumericsConfig, grid: Grid) -> Trainable:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.kit.comm_oracle import CommOracle
 from tests.kit.parity import CASES, LR, Case, slice_of
 from tests.kit.ranks import run_ranks
@@ -127,12 +128,22 @@ def test_payload_of_nested_tensors_is_counted_and_of_other_things_refused() -> N
         payload_bytes("tensor")
 
 
-def test_a_collective_of_a_group_of_no_axis_is_an_error() -> None:
-    with pytest.raises(CommError, match="belongs to no axis"):
-        Meter({"a": "dp"}).add("b", 2, 100, 2)
+def _meter_rank(rank: int, world: int) -> tuple[str, dict[str, float]]:
+    both, alone = dist.group.WORLD, [dist.new_group([r]) for r in range(world)][rank]
+    assert both is not None
+    meter = Meter({(0, 1): "dp"})
+    with pytest.raises(CommError) as refused:
+        Meter({(0, 2): "dp"}).add(both, 2, 100)
+    meter.add(alone, 2, 100)  # one rank sends nothing
+    dist.all_reduce(torch.zeros(3))  # not counted
+    with meter.counting():
+        dist.all_reduce(torch.zeros(3))
+        dist.all_reduce(torch.zeros(3), group=alone)
+    return str(refused.value), meter.take()
 
 
-def test_a_group_of_one_rank_sends_nothing() -> None:
-    meter = Meter({"a": "dp"})
-    meter.add("a", 2, 100, 1)
-    assert meter.take() == {"dp": 0, "tp": 0, "pp": 0}
+@pytest.mark.ranks
+def test_a_meter_counts_what_its_body_issues_and_refuses_a_group_of_no_axis() -> None:
+    for message, sent in run_ranks(2, _meter_rank):
+        assert "ranks [0, 1], which belongs to no axis" in message
+        assert sent == {"dp": 12, "tp": 0, "pp": 0}

@@ -5,6 +5,7 @@ Readers skip nothing: a line that is not JSON is an error, unless it is the torn
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.trainer.errors import RunDirError
+
+WAITING_BYTES_MAX = 64 << 20
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 def to_json(value: object) -> object:
@@ -39,6 +43,7 @@ class JsonLines:
             RunDirError: the file cannot be opened.
         """
         self.path = path
+        self._waiting = b""
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -55,20 +60,41 @@ class JsonLines:
     def append(self, line: Mapping[str, Any]) -> None:
         """Write one object as one line. In the page cache on return: see `sync`.
 
+        While the disk is full, lines wait in memory and are written, in order, with the next one
+        that fits: a full disk stops no run.
+
         Raises:
-            RunDirError: the file system refused (disk full and the like).
+            RunDirError: the file system refused otherwise, or too much is waiting.
         """
-        data = json.dumps(to_json(line), allow_nan=False).encode() + b"\n"
-        try:
-            written = os.write(self._fd, data)  # one write: lines of two processes do not mix
-        except OSError as error:
-            raise RunDirError(f"{self.path}: cannot append: {error.strerror}") from error
-        if written != len(data):
-            raise RunDirError(f"{self.path}: wrote {written} of {len(data)} bytes: disk full?")
+        self._waiting += json.dumps(to_json(line), allow_nan=False).encode() + b"\n"
+        self._write_waiting()
+        if len(self._waiting) > WAITING_BYTES_MAX:
+            raise RunDirError(
+                f"{self.path}: {len(self._waiting)} bytes of lines wait for a full disk; free some"
+            )
 
     def sync(self) -> None:
-        """Make what was appended durable."""
-        os.fsync(self._fd)
+        """Make what was appended durable, as far as the disk has room for it.
+
+        Raises:
+            RunDirError: the file system refused otherwise.
+        """
+        self._write_waiting()
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise RunDirError(f"{self.path}: cannot sync: {error.strerror}") from error
+
+    def _write_waiting(self) -> None:
+        """One write of all that waits, so that lines of two processes do not mix."""
+        try:
+            written = os.write(self._fd, self._waiting)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise RunDirError(f"{self.path}: cannot append: {error.strerror}") from error
+            return
+        self._waiting = self._waiting[written:]
 
     def close(self) -> None:
         """Close the file."""

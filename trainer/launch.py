@@ -29,21 +29,17 @@ from typing import Any, NoReturn, TypeAlias
 
 import setproctitle
 
-from keepstep.trainer.errors import RankFailed, TrainerError
+from keepstep.trainer.errors import RankFailed, ResumeRefused, TrainerError
 from keepstep.trainer.rundir import process_start_ticks
 from keepstep.trainer.signals import forward_stop, ignore_stop
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 WARM_MODULES = (
-    "numpy",
-    "torch",
-    "torch.distributed",
+    "numpy.ma",  # torch imports it at its first use of numpy
     "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.distributed.tensor.parallel",
     "torch.distributed.pipelining",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-    "torch.optim",
+    "torch.distributed.tensor.parallel",
+    "keepstep.trainer.loop",
 )
 GRACE_S = 2.0
 """How long the other ranks may still say what they saw, once one has failed."""
@@ -133,6 +129,7 @@ def run_ranks(
 
     Raises:
         RankFailed: the first cause, on one line.
+        ResumeRefused: the ranks refused alike to go on from what is in the store.
         StopNow: a second signal.
     """
     with _rendezvous_directory() as rendezvous:
@@ -197,7 +194,8 @@ def _run_rank(start: RankStart, main: RankMain, run: str, log: Path, launcher: i
         code = 0
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is reported, then it ends
         traceback.print_exc()
-        start.report("failed", error=type(error).__name__, message=_one_line(error))
+        is_refusal = isinstance(error, ResumeRefused)
+        start.report("failed", message=_one_line(error), is_refusal=is_refusal)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -223,6 +221,7 @@ class _Failure:
     rank: int
     message: str
     at_s: float
+    is_refusal: bool = False
 
     @property
     def is_consequence(self) -> bool:
@@ -263,7 +262,7 @@ class _Minder:
                 signal.pidfd_send_signal(self._ranks[0].pidfd, signal.SIGTERM)
 
     def wait(self) -> None:
-        """Until all ranks have ended. Raises RankFailed with the first cause."""
+        """Until all ranks have ended. Raises RankFailed, or ResumeRefused, with the first cause."""
         while self._ranks:
             timeout_s = None
             if self._deadline_s is not None:
@@ -276,6 +275,8 @@ class _Minder:
                     handle(rank)
         if self._failures:
             first = min(self._failures, key=lambda one: (one.is_consequence, one.at_s))
+            if first.is_refusal:
+                raise ResumeRefused(first.message)
             raise RankFailed(f"rank {first.rank}: {first.message}", rank=first.rank)
 
     def _readable(self, rank: int) -> None:
@@ -290,7 +291,7 @@ class _Minder:
             report = json.loads(line)
             if report["kind"] == "failed":
                 one.has_reported_failure = True
-                self._fail(rank, report["message"])
+                self._fail(rank, report["message"], report["is_refusal"])
             else:
                 self._on_report(report)
 
@@ -310,9 +311,9 @@ class _Minder:
         elif code and not one.has_reported_failure:
             self._fail(rank, f"ended with exit code {code} and without a word")
 
-    def _fail(self, rank: int, message: str) -> None:
+    def _fail(self, rank: int, message: str, is_refusal: bool = False) -> None:
         now_s = time.monotonic()
-        self._failures.append(_Failure(rank, message, now_s))
+        self._failures.append(_Failure(rank, message, now_s, is_refusal))
         if self._deadline_s is None:
             self._deadline_s = now_s + GRACE_S
 

@@ -150,11 +150,9 @@ class Beginner:
                 error = caught
                 told = Told(refused=str(caught))
         said = all_gather_bytes(self._control, msgspec.json.encode(told))[0]
-        if error is not None:
-            raise error
         told = msgspec.json.decode(said, type=Told)
         if told.refused:
-            raise TrainerError(told.refused)
+            raise ResumeRefused(told.refused) from error
         return told
 
     def _decide(self, log: Log) -> Told:

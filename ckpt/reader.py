@@ -43,6 +43,7 @@ class CheckpointReader:
         self._records = {record.rank: record for record in manifest.images}
         self._headers: OrderedDict[int, ImageHeader] = OrderedDict()
         self._chunks: OrderedDict[tuple[int, int], bytes] = OrderedDict()
+        self._scratch = memoryview(b"")
 
     def spec(self, name: str) -> TensorSpec:
         """Shape, dtype and placement of a tensor, by its name or alias. Raises KeyError."""
@@ -82,7 +83,7 @@ class CheckpointReader:
         return out.view(NUMPY_DTYPES[spec.dtype])
 
     def _part(self, rank: int, item: ImageItem, part: Box) -> Array:
-        """A part of one image's box, as a view of bytes that were checked."""
+        """A part of one image's box, as a view of bytes that were checked; until the next call."""
         steps = strides(item.box.sizes, item.dtype.itemsize)
         offsets = relative_to(part, item.box).offsets
         start = sum(offset * step for offset, step in zip(offsets, steps, strict=True))
@@ -146,7 +147,10 @@ class CheckpointReader:
         return header
 
     def _checked(self, rank: int, start: int, size_bytes: int) -> memoryview:
-        """Bytes [start, start + size_bytes) of an image's data, whose checksums match."""
+        """Bytes [start, start + size_bytes) of an image's data, whose checksums match.
+
+        Valid until the next call.
+        """
         header = self._header(rank)
         end = start + size_bytes
         first, last = start // CHUNK_BYTES, (end - 1) // CHUNK_BYTES
@@ -155,7 +159,7 @@ class CheckpointReader:
         if known is not None:
             self._chunks.move_to_end((rank, first))
             return memoryview(known)[start - base : end - base]
-        data = memoryview(bytearray(min((last + 1) * CHUNK_BYTES, header.data_bytes) - base))
+        data = self._room(min((last + 1) * CHUNK_BYTES, header.data_bytes) - base)
         key = image_key(self.manifest.state, rank)
         self.store.read_into(key, header.header_bytes + base, data)
         for number in range(first, last + 1):
@@ -170,6 +174,12 @@ class CheckpointReader:
         while len(self._chunks) > _CACHED_CHUNKS:
             self._chunks.popitem(last=False)
         return data[start - base : end - base]
+
+    def _room(self, size_bytes: int) -> memoryview:
+        """Memory to read into; the same each time, since new memory costs more than reading."""
+        if size_bytes > self._scratch.nbytes:
+            self._scratch = memoryview(bytearray(size_bytes))
+        return self._scratch[:size_bytes]
 
 
 def open_checkpoint(store: Store, commit: Committed) -> CheckpointReader:

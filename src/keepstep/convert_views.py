@@ -180,7 +180,7 @@ def import_text(done: Imported, url: str) -> list[str]:
     return [
         f"{what}, in {done.dtype}: {size_text(done.size_bytes)} in {url}, as step 0",
         *(f"note: {note}" for note in done.notes),
-        f"begin from it: keepstep train ... --init-from {url}",
+        f"begin from it: keepstep train ... --init-from {url} --weights-only",
     ]
 
 

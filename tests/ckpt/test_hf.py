@@ -28,6 +28,7 @@ from keepstep.ckpt.layout import Layout
 from keepstep.ckpt.llama import LlamaShape, hf_name, our_name, parameter_shapes
 from keepstep.ckpt.log import Log
 from keepstep.ckpt.reader import CheckpointReader, open_checkpoint
+from keepstep.ckpt.slabs import SLAB_BYTES
 from keepstep.ckpt.writer import TargetTaken
 from keepstep.storage.locate import open_store
 from keepstep.storage.memory import MemoryStore
@@ -489,3 +490,14 @@ def test_each_float_type_goes_out_and_comes_in(tmp_path: Path, dtype: str) -> No
     for fqn, array in model_weights(content).items():
         wide = there.read(f"model/{fqn}")
         assert wide.astype(array.dtype).tobytes() == array.tobytes()
+
+
+def test_a_weight_of_many_pieces_comes_in_and_goes_out_whole(tmp_path: Path) -> None:
+    llama = msgspec.structs.replace(TINY, vocab_size=200_000, layers=1, tied=True)
+    content = llama_state(Layout(2, 1, 1), llama)
+    weights = model_weights(content)
+    assert weights["tok_embeddings.weight"].nbytes > SLAB_BYTES
+    exported(content, tmp_path / "out")
+    there, _ = imported(tmp_path / "out")
+    for fqn, array in weights.items():
+        assert there.read(f"model/{fqn}").tobytes() == array.tobytes()

@@ -24,8 +24,8 @@ from keepstep.storage.store import Buffer
 
 FORMAT_VERSION = 1
 
-MANIFEST_BYTES_MAX = 1 << 28
-"""Room for 10^6 tensors."""
+MANIFEST_BYTES_MAX = 1 << 26
+"""Room for 5 x 10^5 tensors."""
 
 GENERATION_MAX = 10**6 - 1
 STEP_MAX = 10**12 - 1

@@ -64,7 +64,7 @@ def _one_of_each() -> Items:
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40)
 @given(structures(), st.integers(0, 999_999), st.integers(0, 10**12 - 1))
 def test_what_was_built_is_parsed_again(drawn: Drawn, generation: int, step: int) -> None:
     plan = Plan(drawn.mesh, drawn.placements, drawn.tensors)

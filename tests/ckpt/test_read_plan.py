@@ -42,6 +42,15 @@ def test_all_of_an_image_is_one_read() -> None:
     assert header.data_bytes <= plan.stage_bytes < header.data_bytes + 4096
 
 
+def test_neighbours_that_only_touch_are_one_read() -> None:
+    quarter = CHUNK_BYTES // 4
+    header = _whole_items({"a": (quarter,), "b": (quarter,), "c": (quarter,)})
+    plan = _plan(header, {"b": whole((quarter,)), "c": whole((quarter,))})
+    assert [(read.start, read.size_bytes) for read in plan.reads] == [
+        (CHUNK_BYTES, 2 * CHUNK_BYTES)
+    ]
+
+
 def test_neighbours_in_one_chunk_read_it_once() -> None:
     header = _whole_items({"a": (10,), "b": (10,), "far": (2_000_000,), "z": (10,)})
     plan = _plan(header, {"a": Box((3,), (2,)), "b": Box((0,), (10,)), "z": Box((9,), (1,))})

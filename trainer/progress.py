@@ -14,7 +14,8 @@ from keepstep.trainer.events import read_events
 from keepstep.trainer.metrics import read_metrics
 
 LINE_EVERY_STEPS = 10
-_QUIET_EVENTS = frozenset(("retired", "stopped"))
+_QUIET_EVENTS = frozenset(("retired",))
+_AT_STEP = frozenset(("evaluated", "stopped"))
 
 
 def mebibytes(size_bytes: float) -> str:
@@ -85,7 +86,7 @@ class Display:
 
 def _event_line(report: Mapping[str, Any]) -> str:
     details = report["details"]
-    step = f" at step {details['step']}" if report["event"] == "evaluated" else ""
+    step = f" at step {details['step']}" if report["event"] in _AT_STEP else ""
     line = f"{report['event'].replace('_', ' ')}{step}: {report['reason']}"
     if "checkpoint_bytes" in details:
         sizes = details["layout"]

@@ -25,14 +25,16 @@ from keepstep.ckpt.llama import EMBEDDINGS, MODEL_PREFIX, OUTPUT, layer_of, tens
 from keepstep.ckpt.manifest import Manifest, TensorSpec
 from keepstep.ckpt.placement import Mesh, Pin, Placement, Split
 from keepstep.ckpt.plan import plan_digest
+from keepstep.ckpt.restore import is_common
 from keepstep.ckpt.structure import HeldTensor, Structure
-
-RANK_PREFIX = "rank/"
 
 
 @dataclass(frozen=True, slots=True)
 class Relayout:
-    """A state in another layout, before a byte is written: what it has, and what it leaves out."""
+    """A state in another layout, before a byte is written.
+
+    `dropped`: the tensors and values that belong to one rank of the old mesh.
+    """
 
     structure: Structure
     values: dict[str, Any]
@@ -50,8 +52,8 @@ def relayout(manifest: Manifest, mesh: Mesh) -> Relayout:
         values = relaid_values(values, layout, file)
         pipeline = pipeline_in(values, file)
     rule = _Rule(manifest, mesh, pipeline)
-    dropped = tuple(n for n in manifest.tensors if n.startswith(RANK_PREFIX) and not same)
-    gone = frozenset(dropped)
+    names = (*manifest.tensors, *manifest.values)
+    gone = frozenset(() if same else (name for name in names if not is_common(name)))
     held = {
         name: HeldTensor(
             spec.shape,
@@ -62,7 +64,8 @@ def relayout(manifest: Manifest, mesh: Mesh) -> Relayout:
         if name not in gone
     }
     aliases = {alias: name for alias, name in manifest.aliases.items() if name not in gone}
-    return Relayout(structure_of(mesh, held, aliases), values, dropped)
+    values = {name: value for name, value in values.items() if name not in gone}
+    return Relayout(structure_of(mesh, held, aliases), values, tuple(sorted(gone)))
 
 
 def structure_of(
@@ -109,10 +112,8 @@ class _Rule:
             splits.sort(key=lambda split: split.dim)
             pp = self._sizes[PIPELINE]
             held = parameter_stages(fqn, self._pipeline.stages, pp, self._tied)
-            if held is not None and pp > 1:
+            if held is not None:
                 pins[PIPELINE] = Pin(PIPELINE, held)
-            elif pp == 1:
-                pins.pop(PIPELINE, None)
         return Placement(tuple(splits), tuple(pins[axis] for axis in sorted(pins)))
 
 

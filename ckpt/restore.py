@@ -110,17 +110,17 @@ def compare(structure: Structure, manifest: Manifest, options: Options) -> dict[
     """Which stored tensor each tensor of `structure` gets: name -> name in the manifest.
 
     Tied weights may go by any of their names, here and there. What belongs to one rank is left
-    out if the mesh is another one.
+    out unless `has_ranks`.
 
     Raises:
         StructureMismatch: with the complete lists, for what `options` does not allow. Another
             shape is never allowed.
     """
-    same_mesh = structure.mesh == manifest.mesh
+    with_ranks = has_ranks(structure, manifest)
     chosen: dict[str, str] = {}
     missing, changed = [], []
     for name, spec in structure.tensors.items():
-        if not options.wants(name) or not (same_mesh or is_common(name)):
+        if not options.wants(name) or not (with_ranks or is_common(name)):
             continue
         stored = _stored_name(name, structure.aliases, manifest)
         if stored is None:
@@ -138,7 +138,7 @@ def compare(structure: Structure, manifest: Manifest, options: Options) -> dict[
     unexpected = [
         name
         for name in manifest.tensors
-        if name not in known and options.wants(name) and (same_mesh or is_common(name))
+        if name not in known and options.wants(name) and (with_ranks or is_common(name))
     ]
     refused = StructureMismatch(
         f"the checkpoint of generation {manifest.state.generation}, step {manifest.state.step} "
@@ -152,8 +152,17 @@ def compare(structure: Structure, manifest: Manifest, options: Options) -> dict[
     return chosen
 
 
+def has_ranks(structure: Structure, manifest: Manifest) -> bool:
+    """Whether what belongs to single ranks is to be restored.
+
+    Not into another mesh; nor from a checkpoint that has nothing of the kind, as a reshard makes.
+    """
+    names = (*manifest.tensors, *manifest.values)
+    return structure.mesh == manifest.mesh and not all(map(is_common, names))
+
+
 def is_common(name: str) -> bool:
-    """Whether a tensor belongs to the run, and not to one rank."""
+    """Whether a tensor or value belongs to the run, and not to one rank."""
     return not name.startswith(RANK_PREFIX)
 
 

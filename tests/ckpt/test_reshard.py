@@ -27,6 +27,7 @@ from tests.kit.make_store import (
 
 from keepstep.ckpt.address import find_live
 from keepstep.ckpt.arrays import Array
+from keepstep.ckpt.diff import diff
 from keepstep.ckpt.dtypes import DTYPES
 from keepstep.ckpt.errors import Corrupt
 from keepstep.ckpt.layout import BadLayout, Layout, mesh_of, parse_layout
@@ -240,6 +241,17 @@ def test_values_say_the_new_layout_and_nothing_else_changes() -> None:
     assert done.dropped == tuple(f"rank/{rank}/rng/cpu" for rank in range(8))
 
 
+def test_values_of_single_ranks_are_dropped_with_their_tensors() -> None:
+    store = MemoryStore()
+    content = llama_state(Layout(2, 1, 1))
+    content.values["rank/1/sampler"] = 7
+    make_store(store, content)
+    target, done = resharded(store, Layout(1, 1, 1))
+    assert "rank/1/sampler" in done.dropped
+    assert "rank/1/sampler" not in opened(target).manifest.values
+    assert diff(opened(store), opened(target)).is_same
+
+
 def test_the_same_layout_keeps_what_belongs_to_ranks() -> None:
     store = MemoryStore()
     content = llama_state(Layout(2, 1, 1))
@@ -336,7 +348,7 @@ def test_a_damaged_source_is_named_and_nothing_is_committed() -> None:
 
 
 @pytest.mark.parametrize("action", [Action.CRASH_BEFORE, Action.CRASH_AFTER])
-def test_killed_at_any_write_it_shows_no_commit_or_all_and_can_be_done_again(
+def test_killed_at_any_write_it_shows_no_commit_or_all_and_can_be_done_in_any_layout(
     action: Action,
 ) -> None:
     store = MemoryStore()
@@ -352,7 +364,7 @@ def test_killed_at_any_write_it_shows_no_commit_or_all_and_can_be_done_again(
             )
         except Crashed:
             if not Log(target).read().live:
-                resharded(store, Layout(2, 1, 2), target)
+                resharded(store, Layout(1, 2, 1), target)
             there = opened(target)
             assert all(same_bits(there.read(n), content.tensors[n]) for n in there.manifest.tensors)
         else:

@@ -177,7 +177,7 @@ def llama_state(
         if layout.dp > layout.dp_replicate:
             splits.append(Split("dp_shard", 0))
         splits.sort(key=lambda each: each.dim)
-        pins = (Pin("pp", held),) if layout.pp > 1 else ()
+        pins = (Pin("pp", held),)
         for name in (f"model/{fqn}", f"optimizer/{fqn}/exp_avg", f"optimizer/{fqn}/exp_avg_sq"):
             content.tensors[name] = rng.standard_normal(shape, dtype=np.float32)
             content.placements[name] = Placement(tuple(splits), pins)

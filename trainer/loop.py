@@ -69,6 +69,7 @@ def run_rank(job: Job, seat: Seat) -> None:
     """
     stop = StopRequest(exit_on_second=seat.exit_on_second)
     torch.set_num_threads(1)
+    torch.manual_seed((job.config.run.seed * 1_000_003 + seat.rank) % (1 << 63))
     device = devices.choose(job.config.run.device, seat.local_rank)
     with _process_group(job, seat, device) as control:
         grid = make_grid(job.config.parallel, device.device)

@@ -194,16 +194,22 @@ def test_a_run_over_the_same_store_takes_over_and_the_older_one_ends_saying_so(
     running: tuple[subprocess.Popen[bytes], Path, Path], corpus: Path, tmp_path: Path
 ) -> None:
     process, run_dir, output = running
-    newer = tmp_path / "newer"
-    steps = read_metrics(run_dir)[-1]["step"] + 500
-    store = str(run_dir / "store")
-    status, text = train(newer, corpus, *ONE, "--store", store, "--steps", str(steps))
-    assert process.wait(60) == 1
+    newer, store = tmp_path / "newer", str(run_dir / "store")
+    words = [*ONE, "--store", store, "--steps", "100000", "--checkpoint-every", "2"]
+    second = start(newer, corpus, *words, output=tmp_path / "out2")
+    try:
+        assert wait_for_event(newer, "checkpoint_committed", 1)
+        assert process.wait(60) == 1
+        second.send_signal(signal.SIGTERM)
+        assert second.wait(60) == 0
+    finally:
+        kill_tree(second)
     assert "has been superseded" in output.read_text()
     assert "took term 2" in output.read_text()
-    assert status == 0, text
+    assert "superseded" in read_events(run_dir)[-1]["reason"]
     lineage = Log(open_store(store)).read()
     assert lineage.live[0].state.generation == 2
+    assert read_events(newer, "resumed")[0]["base"][0] == 1
 
 
 # ---- what is not this run

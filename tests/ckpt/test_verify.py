@@ -98,6 +98,7 @@ def header_finding(store: MemoryStore, text: bytes, shift: int = 0) -> Finding:
     ("text", "shift", "part", "tensors"),
     [
         (b'"__metadata__"', 3, "header: __metadata__", ()),
+        (b'"chunks":"', 10, "header: chunks", ()),
         (b'"job":"', 8, "header: job", ()),
         (b'"mesh":"', 9, "header: mesh", ()),
         (b'"state":"', 12, "header: state", ()),

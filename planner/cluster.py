@@ -32,7 +32,7 @@ class Gpu:
     sms: int
     link_bytes_per_s: float
     sustained: float = 1.0
-    flash_share: float = 0.5
+    flash_share: float = 0.45
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,20 @@ class Efficiency:
 
     gemm: of the peak, by a matrix product that fills every wave; gemm_knee: the inner size K at
     which half of it is lost to filling the pipeline; hbm, link, nic: of the memory, in-node and
-    across-node rate; link_latency_s and nic_latency_s: per collective and hop; host_s: what one
-    process needs to launch one layer's pass, below which no pass can go.
+    across-node rate; link_latency_s and nic_latency_s: per hop; host_s: what one process needs to
+    launch one layer's pass, below which no pass can go; overlap_tax: seconds by which one second
+    of hidden data-axis traffic slows the compute over it.
     """
 
-    gemm: float = 0.80
+    gemm: float = 0.83
     gemm_knee: float = 64.0
-    hbm: float = 0.80
-    link: float = 0.70
-    nic: float = 0.85
-    link_latency_s: float = 4e-6
-    nic_latency_s: float = 10e-6
+    hbm: float = 0.75
+    link: float = 0.80
+    nic: float = 0.92
+    link_latency_s: float = 2.5e-6
+    nic_latency_s: float = 6e-6
     host_s: float = 0.5e-3
+    overlap_tax: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,9 @@ class Cluster:
 
 GPUS: Mapping[str, Gpu] = {
     "A100": Gpu("A100", 312e12, 80 * GIB, 2.039e12, 108, 300e9),
-    "H100": Gpu("H100", 989e12, 80 * GIB, 3.35e12, 132, 450e9, sustained=0.80),
-    "H200": Gpu("H200", 989e12, 141e9, 4.8e12, 132, 450e9, sustained=0.80),
-    "B200": Gpu("B200", 2250e12, 180e9, 8.0e12, 148, 900e9, sustained=0.77),
+    "H100": Gpu("H100", 989e12, 80 * GIB, 3.35e12, 132, 450e9, sustained=0.77),
+    "H200": Gpu("H200", 989e12, 141e9, 4.8e12, 132, 450e9, sustained=0.77),
+    "B200": Gpu("B200", 2250e12, 180e9, 8.0e12, 148, 900e9, sustained=0.74),
 }
 """A100-SXM-80G, H100-SXM, H200-SXM, B200-HGX."""
 

@@ -28,18 +28,30 @@ def gather_bytes(size_bytes: float, group: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A group of `size` ranks `stride` apart, and what each of its GPUs can send, one way."""
+    """A group of `size` ranks, what each of its GPUs can send one way, and the delay of its hops.
+
+    `around_s` is once around the ring, `across_s` once up or down a tree.
+    """
 
     size: int
     bytes_per_s: float
-    latency_s: float
+    around_s: float
+    across_s: float
 
-    def seconds(self, sent_bytes: float, rounds: int = 1) -> float:
-        """Time to send `sent_bytes` in `rounds` collectives (a ring's or tree's latency each)."""
+    def all_reduce_s(self, size_bytes: float) -> float:
+        """Seconds to all-reduce `size_bytes`: a ring's bytes, a tree's delay."""
         if self.size == 1:
             return 0.0
-        hops = 2.0 * ceil(log2(self.size))
-        return sent_bytes / self.bytes_per_s + rounds * hops * self.latency_s
+        return all_reduce_bytes(size_bytes, self.size) / self.bytes_per_s + 2 * self.across_s
+
+    def gather_s(self, size_bytes: float, rounds: int = 1) -> float:
+        """Seconds to all-gather into, or reduce-scatter from, `size_bytes`, in `rounds` pieces.
+
+        NCCL has only the ring for these, so each piece waits for every hop.
+        """
+        if self.size == 1:
+            return 0.0
+        return gather_bytes(size_bytes, self.size) / self.bytes_per_s + rounds * self.around_s
 
 
 def axis(cluster: Cluster, size: int, stride: int) -> Axis:
@@ -52,20 +64,24 @@ def axis(cluster: Cluster, size: int, stride: int) -> Axis:
     reached = cluster.efficiency
     link = cluster.gpu.link_bytes_per_s * reached.link
     if size * stride <= cluster.gpus_per_node:
-        return Axis(size, link, reached.link_latency_s)
+        hop = reached.link_latency_s
+        return Axis(size, link, (size - 1) * hop, ceil(log2(size)) * hop)
     members = min(size, max(1, cluster.gpus_per_node // stride))
     share = cluster.nic_bytes_per_s * reached.nic * members / cluster.gpus_per_node
-    return Axis(size, min(link, share), reached.nic_latency_s)
+    nodes = ceil(size / members)
+    around = (nodes - 1) * reached.nic_latency_s + (size - nodes) * reached.link_latency_s
+    across = ceil(log2(nodes)) * reached.nic_latency_s
+    return Axis(size, min(link, share), around, across + ceil(log2(members)) * reached.link_latency_s)
 
 
-def neighbour(cluster: Cluster, layout: Layout) -> Axis:
-    """The link to the next pipeline stage, used by all GPUs of a node at once."""
+def neighbour(cluster: Cluster, layout: Layout) -> tuple[float, float]:
+    """Bytes per second and delay to the next pipeline stage; all GPUs of a node send at once."""
     reached = cluster.efficiency
     link = cluster.gpu.link_bytes_per_s * reached.link
     if layout.gpus <= cluster.gpus_per_node:
-        return Axis(2, link, reached.link_latency_s)
+        return link, reached.link_latency_s
     nic = cluster.nic_bytes_per_s * reached.nic / cluster.gpus_per_node
-    return Axis(2, min(link, nic), reached.nic_latency_s)
+    return min(link, nic), reached.nic_latency_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +106,10 @@ def tp_layer_collectives(layout: Layout) -> tuple[int, int]:
 def dp_bytes(layout: Layout, params: float, micro_batches: int) -> float:
     """What one GPU sends over the data axes per step for the `params` that it holds.
 
-    zero 0: one all-reduce of gradients. zero 1 and 2: reduce-scatter of gradients, all-gather of
-    weights, once. zero 3: two all-gathers and a reduce-scatter per micro batch. With replicas of
-    the shards, each shard's gradients are all-reduced over them in addition.
+    zero 0: one all-reduce of gradients. zero 1: reduce-scatter of gradients, all-gather of
+    weights, once; zero 2 keeps no whole gradient, so it scatters every micro batch's. zero 3: two
+    all-gathers and a reduce-scatter per micro batch. With replicas of the shards, each shard's
+    gradients are all-reduced over them in addition.
     """
     shard, replicas = layout.dp_shard, layout.dp_replicate
     gradient = layout.reduce_bytes * params
@@ -103,7 +120,8 @@ def dp_bytes(layout: Layout, params: float, micro_batches: int) -> float:
     if layout.zero == 3:
         each = 2 * gather_bytes(weight, shard) + gather_bytes(gradient, shard)
         return micro_batches * each + across
-    return gather_bytes(gradient + weight, shard) + across
+    scatters = micro_batches if layout.zero == 2 else 1
+    return gather_bytes(scatters * gradient + weight, shard) + across
 
 
 def step_bytes(model: ModelConfig, layout: Layout, global_batch: int) -> AxisBytes:

@@ -8,10 +8,8 @@ from functools import lru_cache
 from keepstep.planner.cluster import Cluster
 from keepstep.planner.comm import (
     WEIGHT_BYTES,
-    all_reduce_bytes,
     axis,
     boundary_bytes,
-    gather_bytes,
     neighbour,
     tp_layer_collectives,
 )
@@ -129,8 +127,7 @@ class CostModel:
 
     def _tp_collective_s(self, layout: Layout) -> float:
         hidden = WEIGHT_BYTES * layout.micro_batch * self.model.seq_len * self.model.dim
-        group = axis(self.cluster, layout.tp, 1)
-        return group.seconds(all_reduce_bytes(hidden, layout.tp))
+        return axis(self.cluster, layout.tp, 1).all_reduce_s(hidden)
 
     def ends(self, layout: Layout) -> Block:
         """The output matrix, the loss and the two ends' collectives, one micro batch."""
@@ -158,7 +155,7 @@ class CostModel:
         exposed_tp = layers * layer.tp_exposed_s + has_end * ends.tp_exposed_s
         pp_wire, pp_exposed = self._pipeline(layout, count, slowest)
         dp_wire, dp_hide, dp_exposed = self._data(layout, count, most, layer)
-        return StepCost(
+        cost = StepCost(
             compute_s=count * compute,
             tp_s=count * exposed_tp,
             pp_s=pp_exposed,
@@ -174,6 +171,24 @@ class CostModel:
                 pp_hide_s=count * slowest,
             ),
         )
+        return self._share_cores(cost, layout, count) if self.cluster.cores_per_node else cost
+
+    def _share_cores(self, cost: StepCost, layout: Layout, count: int) -> StepCost:
+        """The cost where a node's ranks share its cores, and moving bytes takes cores too.
+
+        What the ranks do adds up and is divided by the cores; a rank that waits costs nothing.
+        The step is never shorter than its critical path with a core to every rank.
+        """
+        ranks = min(layout.gpus, self.cluster.gpus_per_node)
+        crowd = max(1.0, ranks / self.cluster.cores_per_node)
+        layer, ends, stages = self.layer(layout), self.ends(layout), layout.pp
+        everything = self.model.layers * layer.compute_s + ends.compute_s
+        wires = self.model.layers * layer.tp_wire_s + ends.tp_wire_s
+        compute, tp = (crowd * count * work / stages for work in (everything, wires))
+        pp, dp = crowd * cost.windows.pp_wire_s, crowd * cost.windows.dp_wire_s
+        optimizer = crowd * cost.optimizer_s
+        waiting = max(0.0, cost.total_s - (compute + tp + pp + dp + optimizer))
+        return StepCost(compute, tp, pp, dp, waiting, optimizer, cost.windows)
 
     def _pipeline(self, layout: Layout, count: int, slowest: float) -> tuple[float, float]:
         """Wire and exposed seconds between stages.
@@ -183,11 +198,11 @@ class CostModel:
         """
         if layout.pp == 1:
             return 0.0, 0.0
-        link = neighbour(self.cluster, layout)
-        one = link.seconds(boundary_bytes(self.model, layout))
+        rate, delay = neighbour(self.cluster, layout)
+        one = boundary_bytes(self.model, layout) / rate + delay
         if layout.tp > 1:  # the next stage's GPUs put the tp slices together again
             hidden = WEIGHT_BYTES * layout.micro_batch * self.model.seq_len * self.model.dim
-            one += axis(self.cluster, layout.tp, 1).seconds(gather_bytes(hidden, layout.tp))
+            one += axis(self.cluster, layout.tp, 1).gather_s(hidden)
         each = one
         if layout.virtual > 1 and self.stack.overlap_pp:
             each = max(0.0, one - slowest / (2 * layout.virtual))
@@ -210,28 +225,32 @@ class CostModel:
         shard = axis(self.cluster, layout.dp_shard, layout.tp)
         replicas = axis(self.cluster, layout.dp_replicate, layout.tp * layout.dp_shard)
         gradient, weight = layout.reduce_bytes * held, WEIGHT_BYTES * held
+        forward, backward = most * layer.forward_s, most * layer.backward_s
         tail = 1.0 / max(1, most)  # the first layer's gradients have no compute left over them
         if layout.zero == 0:
-            group = axis(self.cluster, layout.dp, layout.tp)
-            wire = group.seconds(all_reduce_bytes(gradient, layout.dp))
-            return self._hidden(wire, most * layer.backward_s, tail)
-        across = replicas.seconds(all_reduce_bytes(gradient / layout.dp_shard, replicas.size))
-        reduce = shard.seconds(gather_bytes(gradient, shard.size))
-        gather = shard.seconds(gather_bytes(weight, shard.size))
-        forward, backward = most * layer.forward_s, most * layer.backward_s
+            wire = axis(self.cluster, layout.dp, layout.tp).all_reduce_s(gradient)
+            return self._hidden(wire, backward, tail)
+        across = replicas.all_reduce_s(gradient / layout.dp_shard)
+        rounds = most if layout.zero == 3 else 1
+        reduce = shard.gather_s(gradient, rounds)
+        gather = shard.gather_s(weight, rounds)
         if layout.zero == 3:
             first = self._hidden(gather, forward, tail)
             second = self._hidden(gather + reduce, backward, tail)
             each = [count * (a + b) for a, b in zip(first, second, strict=True)]
             return each[0] + across, each[1], each[2] + across
+        scatters = count if layout.zero == 2 else 1
         first = self._hidden(gather, forward, tail)
-        second = self._hidden(reduce + across, backward, tail)
+        second = self._hidden(scatters * reduce + across, scatters * backward, tail)
         return first[0] + second[0], first[1] + second[1], first[2] + second[2]
 
     def _hidden(self, wire: float, window: float, tail: float) -> tuple[float, float, float]:
+        """Wire, window and exposed seconds; hidden traffic slows the compute over it a little."""
         if not self.stack.overlap_dp:
             return wire, 0.0, wire
-        return wire, window, max(wire * tail, wire - window)
+        exposed = max(wire * tail, wire - window)
+        taxed = self.cluster.efficiency.overlap_tax * (wire - exposed)
+        return wire, window, exposed + taxed
 
     def _optimizer(self, layout: Layout, most: int) -> float:
         shards = layout.dp_shard if layout.zero else 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import ceil
 
 from keepstep.planner.cluster import Efficiency, Gpu
@@ -12,14 +11,15 @@ from keepstep.planner.model import ModelConfig
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
 
 
-@lru_cache(maxsize=65536)
 def gemm_s(m: int, n: int, k: int, gpu: Gpu, efficiency: Efficiency, batch: int = 1) -> float:
     """Seconds of `batch` products (m, k) x (k, n) in 2-byte numbers.
 
     Each output tile occupies one SM for 2 tm tn (k + knee) FLOPs; tiles run in waves of one per
     SM, and the last wave costs as much as a full one. The best tile shape counts. Never below
-    the time in which memory can deliver the operands.
+    the time in which memory can deliver the operands. A device of 0 SMs has neither tiles nor waves.
     """
+    if gpu.sms == 0:  # no tiles to speak of
+        return 2.0 * batch * m * n * k / (gpu.peak_flops * gpu.sustained * efficiency.gemm)
     sm_flops = gpu.peak_flops * gpu.sustained * efficiency.gemm / gpu.sms
     best = float("inf")
     for tile_m, tile_n, rate in TILES:
@@ -47,7 +47,6 @@ class Pass:
     attention_s: float = 0.0
 
 
-@lru_cache(maxsize=65536)
 def layer_pass(
     model: ModelConfig,
     gpu: Gpu,
@@ -97,7 +96,6 @@ def _attention(
     return forward, 2.0 * forward
 
 
-@lru_cache(maxsize=65536)
 def head_pass(
     model: ModelConfig, gpu: Gpu, efficiency: Efficiency, micro_batch: int, tp: int
 ) -> Pass:

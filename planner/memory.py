@@ -18,7 +18,10 @@ OPTIMIZER_STATE_BYTES = 12
 """Per parameter: fp32 weight, exp_avg, exp_avg_sq. Also what a snapshot holds of it."""
 
 RESERVED_BYTES = 3.0 * GIB
-"""What the driver, the communicators and the allocator's gaps take: an assumption."""
+"""What the driver and the communicators take: an assumption."""
+
+USABLE = 0.95
+"""Of the GPU's memory; the allocator's gaps take the rest: an assumption."""
 
 OWN_SLOTS = 3
 PEER_SLOTS = 3

@@ -71,7 +71,9 @@ def axis(cluster: Cluster, size: int, stride: int) -> Axis:
     nodes = ceil(size / members)
     around = (nodes - 1) * reached.nic_latency_s + (size - nodes) * reached.link_latency_s
     across = ceil(log2(nodes)) * reached.nic_latency_s
-    return Axis(size, min(link, share), around, across + ceil(log2(members)) * reached.link_latency_s)
+    return Axis(
+        size, min(link, share), around, across + ceil(log2(members)) * reached.link_latency_s
+    )
 
 
 def neighbour(cluster: Cluster, layout: Layout) -> tuple[float, float]:

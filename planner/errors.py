@@ -1,10 +1,10 @@
 """What the planner refuses.
 
-    PlannerError
-    ├── BadModel      a model description that cannot be built
-    ├── BadCluster    a cluster description that cannot be built
-    ├── BadLayout     a layout that this model and cluster cannot run; says the one reason
-    └── BadTable      a table or metrics file that cannot be read
+PlannerError
+├── BadModel      a model description that cannot be built
+├── BadCluster    a cluster description that cannot be built
+├── BadLayout     a layout that this model and cluster cannot run; says the one reason
+└── BadTable      a table or metrics file that cannot be read
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def gemm_s(m: int, n: int, k: int, gpu: Gpu, efficiency: Efficiency, batch: int 
 
     Each output tile occupies one SM for 2 tm tn (k + knee) FLOPs; tiles run in waves of one per
     SM, and the last wave costs as much as a full one. The best tile shape counts. Never below
-    the time in which memory can deliver the operands. A device of 0 SMs has neither tiles nor waves.
+    the time in which memory can deliver the operands. A device of 0 SMs has no tiles or waves.
     """
     if gpu.sms == 0:  # no tiles to speak of
         return 2.0 * batch * m * n * k / (gpu.peak_flops * gpu.sustained * efficiency.gemm)

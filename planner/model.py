@@ -39,7 +39,9 @@ class ModelConfig:
             if getattr(self, key) < 1:
                 raise BadModel(f"model {self.name}: {key} is {getattr(self, key)}; needs >= 1")
         if self.dim % self.heads:
-            raise BadModel(f"model {self.name}: dim {self.dim} is no multiple of heads {self.heads}")
+            raise BadModel(
+                f"model {self.name}: dim {self.dim} is no multiple of heads {self.heads}"
+            )
         if self.heads % self.kv_heads:
             raise BadModel(
                 f"model {self.name}: heads {self.heads} is no multiple of kv_heads {self.kv_heads}"
@@ -63,7 +65,9 @@ class ModelConfig:
     @property
     def layer_params(self) -> int:
         """Parameters of one layer; norms and biases of a GPT layer included as 13 dim (SC'21)."""
-        matrices = 2 * self.dim * (self.dim + self.kv_dim) + self.mlp_matrices * self.dim * self.ffn_dim
+        matrices = (
+            2 * self.dim * (self.dim + self.kv_dim) + self.mlp_matrices * self.dim * self.ffn_dim
+        )
         small = 2 * self.dim if self.gated else 13 * self.dim
         return matrices + small
 

@@ -91,7 +91,9 @@ def _memory_refusal(model: CostModel, layout: Layout, global_batch: int) -> str 
         return f"it needs {need.total / GIB:.1f} GiB per GPU; {have / GIB:.1f} are usable"
     if need.arenas_per_host > model.cluster.host_memory_bytes:
         host = model.cluster.host_memory_bytes / GIB
-        return f"its arenas need {need.arenas_per_host / GIB:.0f} GiB per host; there are {host:.0f}"
+        return (
+            f"its arenas need {need.arenas_per_host / GIB:.0f} GiB per host; there are {host:.0f}"
+        )
     return None
 
 
@@ -128,7 +130,7 @@ def _key(seconds: float, layout: Layout) -> float:
 
 
 def why_first(plans: Sequence[Plan]) -> str:
-    """One sentence: what the first plan spends less on than the next, and what it spends more on."""
+    """One sentence: what the first plan spends less on than the next, and what more."""
     if not plans:
         return "No layout can run; the reasons are listed."
     first = plans[0]

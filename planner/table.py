@@ -21,8 +21,19 @@ from keepstep.planner.stack import CLASSIC, MODERN, Stack
 REQUIRED = ("model", "layers", "hidden", "heads", "seq", "gpu", "gpus", "dp", "tp", "pp")
 COLUMNS = (*REQUIRED, "global_batch", "step_time_s")
 
-CLASSIC_SOURCES = ("SC'21", "2104.04473", "Korthikanti", "2205.05198", "vTrain", "bigscience")
-CLASSIC_SOURCES += ("BLOOM", "MT-NLG", "NeoX", "OPT", "GLM")
+CLASSIC_SOURCES = (
+    "SC'21",
+    "2104.04473",
+    "Korthikanti",
+    "2205.05198",
+    "vTrain",
+    "bigscience",
+    "BLOOM",
+    "MT-NLG",
+    "NeoX",
+    "OPT",
+    "GLM",
+)
 """Measured with the software of 2020-2022: scores in memory, no overlap, 2-byte reduction."""
 
 OMNIPATH_SOURCES = ("bigscience", "BLOOM")
@@ -140,7 +151,9 @@ def _cluster(number: int, cells: Mapping[str, str]) -> Cluster:
     per_node = 8 if gpus % 8 == 0 else gpus if gpus < 8 else 4
     cluster = cluster_of(str(kind), gpus, per_node)
     if "40G" in cells["gpu"].upper():
-        small = replace(cluster.gpu, name="A100-40G", memory_bytes=40 * GIB, hbm_bytes_per_s=1.555e12)
+        small = replace(
+            cluster.gpu, name="A100-40G", memory_bytes=40 * GIB, hbm_bytes_per_s=1.555e12
+        )
         cluster = replace(cluster, gpu=small)
     notes = cells.get("notes", "")
     node, each = NODE_NETWORK.search(notes), GPU_NETWORK.search(notes)
@@ -250,4 +263,6 @@ def _number(row: int, cells: Mapping[str, str], key: str) -> int:
     try:
         return int(float(cells[key]))
     except ValueError as error:
-        raise BadTable(f"row {row}, column {key}: expected a number, found {cells[key]!r}") from error
+        raise BadTable(
+            f"row {row}, column {key}: expected a number, found {cells[key]!r}"
+        ) from error

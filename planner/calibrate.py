@@ -30,10 +30,6 @@ CPU_BOUNDS: Mapping[str, tuple[float, float]] = {
 }
 """For ranks that share a machine's cores, where launching and copying are the larger part."""
 
-OUTLIER = 0.25
-"""An error beyond e^0.25 counts no more than this, so that one odd run does not decide."""
-
-
 @dataclass(frozen=True)
 class Measured:
     """One run: what it was, and its median seconds per step."""
@@ -61,8 +57,8 @@ def fit(
 ) -> Fit:
     """Fit the constants named in `bounds` to `runs`, starting from the first run's own.
 
-    Descends along one constant at a time, by a factor that shrinks; the loss is the mean absolute
-    log error with outliers capped. Deterministic. Raises BadTable for no runs.
+    Descends along one constant at a time, by a factor that shrinks; the loss is the mean squared
+    log error. Deterministic. Raises BadTable for no runs.
     """
     if not runs:
         raise BadTable("calibrate: no measured steps were given; run a few short layouts first")
@@ -84,9 +80,8 @@ def fit(
 
 
 def loss(runs: Sequence[Measured], efficiency: Efficiency) -> float:
-    """Mean absolute log error, each capped at OUTLIER (with a slight slope beyond it)."""
-    errors = (abs(log(_predicted(run, efficiency) / run.seconds)) for run in runs)
-    return fmean(min(error, OUTLIER + 0.01 * error) for error in errors)
+    """Mean squared log error of the step times."""
+    return fmean(log(_predicted(run, efficiency) / run.seconds) ** 2 for run in runs)
 
 
 def _predicted(run: Measured, efficiency: Efficiency) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from keepstep.planner.cluster import Cluster
 from keepstep.planner.cost import CostModel
@@ -20,7 +21,6 @@ CLOSE = 1.05
 """Layouts within 5 % of the fastest are equals; the one that moves least wins."""
 
 COMPARED = 12
-WIDEST = 2  # of each (tp, pp), the so many largest dp
 UNEVEN_PP_MAX = 8  # deeper pipelines only where the layers divide
 MICRO_BATCHES = (1, 2, 4, 8)
 
@@ -88,7 +88,7 @@ def choose_layout(
 
 
 def _bases(model: ModelConfig, cluster: Cluster, constraints: Constraints) -> Iterator[Layout]:
-    """Sizes of the axes; dp as large as the batch and the GPUs allow, and the next smaller."""
+    """Sizes of the axes; dp as large as the batch and the GPUs allow."""
     limit = constraints.tp_max or cluster.gpus_per_node
     for tp in (n for n in divisors(model.kv_heads) if n <= limit):
         deepest = min(model.layers, cluster.gpus // tp, constraints.pp_max or model.layers)
@@ -96,8 +96,10 @@ def _bases(model: ModelConfig, cluster: Cluster, constraints: Constraints) -> It
             if model.layers % pp and pp > UNEVEN_PP_MAX:
                 continue
             most = cluster.gpus // (tp * pp)
-            for dp in [n for n in divisors(constraints.global_batch) if n <= most][-WIDEST:]:
-                yield Layout(dp_shard=dp, tp=tp, pp=pp)
+            most = min(most, constraints.global_batch // pp)  # every stage needs a micro batch
+            widest = max((n for n in divisors(constraints.global_batch) if n <= most), default=0)
+            if widest:
+                yield Layout(dp_shard=widest, tp=tp, pp=pp)
 
 
 def _fitting(
@@ -109,7 +111,7 @@ def _fitting(
     """
     per_replica = constraints.global_batch // base.dp
     chunks = virtual if base.pp > 1 and costs.model.layers % (base.pp * virtual) == 0 else 1
-    savings = list(_savings(base, constraints))
+    savings = _savings(base, constraints)
     first = 0
     for micro in (n for n in MICRO_BATCHES if n <= constraints.micro_batch_max):
         count, rest = divmod(per_replica, micro)
@@ -117,7 +119,7 @@ def _fitting(
             continue
         interleaved = chunks if count % base.pp == 0 else 1
         while first < len(savings):
-            layout = replace(savings[first], micro_batch=micro, virtual=interleaved)
+            layout = replace(base, micro_batch=micro, virtual=interleaved, **savings[first])
             reason = explain_refusal(costs, layout, constraints)
             if reason is None:
                 yield costs.step(layout, constraints.global_batch).total_s, layout
@@ -126,17 +128,18 @@ def _fitting(
             first += 1
 
 
-def _savings(base: Layout, constraints: Constraints) -> Iterator[Layout]:
-    """The ways to need less memory, cheapest first."""
-    for recompute in constraints.recomputes:
-        for zero in constraints.zeros:
-            shard = 1 if zero == 0 else base.dp
-            yield replace(
-                base,
-                recompute=recompute,
-                zero=zero,
-                dp_shard=shard,
-                dp_replicate=base.dp // shard,
-                reduce_bytes=constraints.reduce_bytes[0],
-                sequence_parallel=constraints.sequence_parallel[0] or base.tp == 1,
-            )
+def _savings(base: Layout, constraints: Constraints) -> list[dict[str, Any]]:
+    """The ways to need less memory, as changes of `base`, cheapest first."""
+    zeros = constraints.zeros if base.dp > 1 else constraints.zeros[:1]
+    return [
+        {
+            "recompute": recompute,
+            "zero": zero,
+            "dp_shard": base.dp if zero else 1,
+            "dp_replicate": 1 if zero else base.dp,
+            "reduce_bytes": constraints.reduce_bytes[0],
+            "sequence_parallel": constraints.sequence_parallel[0],
+        }
+        for recompute in constraints.recomputes
+        for zero in zeros
+    ]

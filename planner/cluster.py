@@ -46,9 +46,9 @@ class Efficiency:
     of hidden data-axis traffic slows the compute over it.
     """
 
-    gemm: float = 0.83
+    gemm: float = 0.78
     gemm_knee: float = 64.0
-    hbm: float = 0.75
+    hbm: float = 0.74
     link: float = 0.80
     nic: float = 0.92
     link_latency_s: float = 2.5e-6
@@ -83,9 +83,9 @@ class Cluster:
 
 GPUS: Mapping[str, Gpu] = {
     "A100": Gpu("A100", 312e12, 80 * GIB, 2.039e12, 108, 300e9),
-    "H100": Gpu("H100", 989e12, 80 * GIB, 3.35e12, 132, 450e9, sustained=0.77),
-    "H200": Gpu("H200", 989e12, 141e9, 4.8e12, 132, 450e9, sustained=0.77),
-    "B200": Gpu("B200", 2250e12, 180e9, 8.0e12, 148, 900e9, sustained=0.74),
+    "H100": Gpu("H100", 989e12, 80 * GIB, 3.35e12, 132, 450e9, sustained=0.82),
+    "H200": Gpu("H200", 989e12, 141e9, 4.8e12, 132, 450e9, sustained=0.82),
+    "B200": Gpu("B200", 2250e12, 180e9, 8.0e12, 148, 900e9, sustained=0.79),
 }
 """A100-SXM-80G, H100-SXM, H200-SXM, B200-HGX."""
 

@@ -54,7 +54,7 @@ def refusal(
         return f"global batch {batch} is no multiple of dp {dp} x micro batch {micro}"
     count = layout.micro_batches(batch)
     if count < layout.pp:
-        return f"{count} micro batches cannot fill pp {layout.pp} stages"
+        return f"{count} micro batches are fewer than pp {layout.pp}"
     if layout.virtual > 1 and count % layout.pp:
         return f"{count} micro batches are no multiple of pp {layout.pp}, as interleaving needs"
     return None

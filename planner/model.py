@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from functools import cached_property
 
 from keepstep.planner.errors import BadModel
 
@@ -52,7 +53,7 @@ class ModelConfig:
         """Width of one head."""
         return self.dim // self.heads
 
-    @property
+    @cached_property
     def kv_dim(self) -> int:
         """Width of all key heads together (of all value heads alike)."""
         return self.kv_heads * self.head_dim
@@ -62,7 +63,7 @@ class ModelConfig:
         """3 for a gated MLP (gate, up, down), 2 for a plain one."""
         return 3 if self.gated else 2
 
-    @property
+    @cached_property
     def layer_params(self) -> int:
         """Parameters of one layer; norms and biases of a GPT layer included as 13 dim (SC'21)."""
         matrices = (
@@ -71,12 +72,12 @@ class ModelConfig:
         small = 2 * self.dim if self.gated else 13 * self.dim
         return matrices + small
 
-    @property
+    @cached_property
     def embedding_params(self) -> int:
         """Parameters of the token embedding alone."""
         return self.vocab_size * self.dim
 
-    @property
+    @cached_property
     def params(self) -> int:
         """All parameters. A tied head is counted once."""
         ends = self.embedding_params * (1 if self.tied else 2)

@@ -82,10 +82,18 @@ def draw(risk: Risk, days: float, runs: int, seed: int) -> Trace:
 
 
 def simulate(
-    risk: Risk, tiers: Sequence[Tier], days: float, runs: int = 64, seed: int = 0
+    risk: Risk,
+    tiers: Sequence[Tier],
+    days: float,
+    runs: int = 64,
+    seed: int = 0,
+    least_s: float = 0.0,
 ) -> Outcome:
-    """Run the job for `days`, `runs` times. Tiers without an interval get Daly's."""
-    return replay(risk, plan_tiers(risk, tiers), days, draw(risk, days, runs, seed))
+    """Run the job for `days`, `runs` times. Tiers without an interval get Daly's.
+
+    No interval is shorter than `least_s`, one step.
+    """
+    return replay(risk, plan_tiers(risk, tiers, least_s), days, draw(risk, days, runs, seed))
 
 
 def replay(risk: Risk, plans: Sequence[TierPlan], days: float, trace: Trace) -> Outcome:
@@ -145,13 +153,18 @@ class BestInterval:
 
 
 def best_intervals(
-    risk: Risk, tiers: Sequence[Tier], days: float, runs: int = 64, seed: int = 0
+    risk: Risk,
+    tiers: Sequence[Tier],
+    days: float,
+    runs: int = 64,
+    seed: int = 0,
+    least_s: float = 0.0,
 ) -> tuple[BestInterval, ...]:
     """For each tier, the best interval on a grid around the formula's, the others held.
 
     All intervals meet the same failures, so that their difference is not chance.
     """
-    plans = plan_tiers(risk, tiers)
+    plans = plan_tiers(risk, tiers, least_s)
     trace = draw(risk, days, runs, seed)
     at_formula = replay(risk, plans, days, trace).mean
     found = []
@@ -159,8 +172,9 @@ def best_intervals(
         scored = []
         for factor in GRID:
             changed = list(plans)
-            changed[index] = replace(plan, interval_s=plan.interval_s * factor)
-            scored.append((replay(risk, changed, days, trace).mean, plan.interval_s * factor))
+            interval = max(least_s, plan.interval_s * factor)
+            changed[index] = replace(plan, interval_s=interval)
+            scored.append((replay(risk, changed, days, trace).mean, interval))
         best = max(scored)
         found.append(BestInterval(plan.tier.name, plan.interval_s, best[1], at_formula, best[0]))
     return tuple(found)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from keepstep.planner.cluster import GIB, GPUS, Cluster, cluster_of
 from keepstep.planner.errors import BadTable
 from keepstep.planner.layout import RECOMPUTES, Layout, Recompute
+from keepstep.planner.layouts import divisors
 from keepstep.planner.model import ModelConfig, gpt, named_models
 from keepstep.planner.stack import CLASSIC, MODERN, Stack
 
@@ -39,7 +40,12 @@ CLASSIC_SOURCES = (
 OMNIPATH_SOURCES = ("bigscience", "BLOOM")
 OMNIPATH_NODE_BYTES_PER_S = 4 * 12.5e9
 
-OTHER_PRECISION = re.compile(r"(?<!no-)\b(float8|mxfp8|fp8|nvfp4|mxfp4|fp4|int8|tf32)", re.I)
+HEAD_DIM, SEQ_LEN, VOCAB_SIZE = 128, 2048, 50432
+"""For cells left blank."""
+
+OTHER_PRECISION = re.compile(
+    r"(?<!no-)(?<![a-z0-9])(float8|mxfp8|fp8|nvfp4|mxfp4|fp4|int8|tf32)", re.I
+)
 CONTEXT_PARALLEL = re.compile(r"\bCP\s*[=:]?\s*(\d+)")
 EXPERT_PARALLEL = re.compile(r"\bEP\s*[=:]?\s*(\d+)|\bMoE\b|mixtral|-A\d+B\b", re.I)
 NODE_NETWORK = re.compile(r"(\d+)\s*Gb/s inter-node")
@@ -62,9 +68,9 @@ class PublishedRun:
     chosen: tuple[str, ...]
 
     @property
-    def group(self) -> tuple[str, int, int]:
+    def group(self) -> tuple[str, ModelConfig, Cluster, int]:
         """Rows of one group differ in nothing but the layout."""
-        return self.model.name, self.cluster.gpus, self.global_batch
+        return self.source, self.model, self.cluster, self.global_batch
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,9 @@ def _outside(cells: Mapping[str, str]) -> str:
     words = " ".join(cells.get(key, "") for key in ("table", "model", "notes"))
     if not cells["step_time_s"]:
         return "no step time"
+    for key in ("layers", "hidden", "gpus", "global_batch"):
+        if not cells[key]:
+            return f"no {key}"
     if _gpu_kind(cells["gpu"]) is None:
         return f"GPU {cells['gpu']} is outside the model"
     precision = OTHER_PRECISION.search(cells.get("precision", "") or words)
@@ -148,7 +157,7 @@ def _gpu_kind(name: str) -> str | None:
 def _cluster(number: int, cells: Mapping[str, str]) -> Cluster:
     kind = _gpu_kind(cells["gpu"])
     gpus = _number(number, cells, "gpus")
-    per_node = 8 if gpus % 8 == 0 else gpus if gpus < 8 else 4
+    per_node = max(n for n in divisors(gpus) if n <= 8)
     cluster = cluster_of(str(kind), gpus, per_node)
     if "40G" in cells["gpu"].upper():
         small = replace(
@@ -169,8 +178,9 @@ def _cluster(number: int, cells: Mapping[str, str]) -> Cluster:
 
 def _model(number: int, cells: Mapping[str, str]) -> ModelConfig:
     layers, dim = _number(number, cells, "layers"), _number(number, cells, "hidden")
-    heads, seq = _number(number, cells, "heads"), _number(number, cells, "seq")
-    vocab = int(cells.get("vocab") or 50432)
+    heads = _number(number, cells, "heads") if cells["heads"] else max(1, dim // HEAD_DIM)
+    seq = _number(number, cells, "seq") if cells["seq"] else SEQ_LEN
+    vocab = _number(number, cells, "vocab") if cells.get("vocab") else VOCAB_SIZE
     name = cells["model"]
     if "llama" in name.lower():
         for known in named_models().values():
@@ -195,8 +205,8 @@ def _layouts(
     virtuals, micros = _choices(cells, "virtual_pp"), _choices(cells, "micro_batch")
     recomputes = _recomputes(words)
     for dp, tp, pp in _sizes(cells, gpus):
-        for virtual in virtuals or _divisors(-(-model.layers // pp) if pp > 1 else 1):
-            for micro in micros or _divisors(max(1, batch // dp)):
+        for virtual in virtuals or divisors(-(-model.layers // pp) if pp > 1 else 1):
+            for micro in micros or divisors(max(1, batch // dp)):
                 if not micros and (batch % (dp * micro) or micro > 32):
                     continue
                 if not virtuals and virtual > 1 and batch // (dp * micro) % pp:
@@ -225,7 +235,7 @@ def _sizes(cells: Mapping[str, str], gpus: int) -> list[tuple[int, int, int]]:
     """(dp, tp, pp) as given; blank ones run over the divisors of what is left."""
     sizes = []
     for tp in _choices(cells, "tp") or (1, 2, 4, 8):
-        for pp in _choices(cells, "pp") or _divisors(max(1, gpus // tp)):
+        for pp in _choices(cells, "pp") or divisors(max(1, gpus // tp)):
             for dp in _choices(cells, "dp") or (gpus // (tp * pp),):
                 if dp * tp * pp == gpus:
                     sizes.append((dp, tp, pp))
@@ -253,10 +263,6 @@ def _recomputes(words: str) -> tuple[Recompute, ...]:
 def _choices(cells: Mapping[str, str], key: str) -> tuple[int, ...]:
     value = cells.get(key, "")
     return (int(float(value)),) if value else ()
-
-
-def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 def _number(row: int, cells: Mapping[str, str], key: str) -> int:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from keepstep.planner.cluster import Efficiency
+from keepstep.planner.cluster import Cluster, Efficiency
 from keepstep.planner.cost import CostModel
 from keepstep.planner.layout import Layout
 from keepstep.planner.memory import memory
+from keepstep.planner.model import ModelConfig
 from keepstep.planner.table import PublishedRun, SkippedRun
 
 
@@ -30,11 +31,12 @@ class Priced:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one model, GPU count and batch: does the planner order them, and pick well?
+    """Runs of one source, model, GPU count and batch: are they ordered right, and picked well?
 
     `slower` is how much slower the predicted best was measured than the measured best.
     """
 
+    source: str
     model: str
     gpus: int
     global_batch: int
@@ -68,12 +70,12 @@ def validate(
     """Price every usable run; `efficiency` replaces the default constants."""
     priced = [price(run, efficiency) for run in runs if isinstance(run, PublishedRun)]
     skipped = tuple(run for run in runs if isinstance(run, SkippedRun))
-    groups: dict[tuple[str, int, int], list[Priced]] = {}
+    groups: dict[tuple[str, ModelConfig, Cluster, int], list[Priced]] = {}
     for one in priced:
         groups.setdefault(one.run.group, []).append(one)
     return Validation(
         priced=tuple(priced),
-        groups=tuple(_group(key, members) for key, members in groups.items() if len(members) > 1),
+        groups=tuple(_group(members) for members in groups.values() if len(members) > 1),
         skipped=skipped,
     )
 
@@ -98,12 +100,16 @@ def _fits(run: PublishedRun, layout: Layout) -> bool:
     return need <= run.cluster.gpu.memory_bytes
 
 
-def _group(key: tuple[str, int, int], members: Sequence[Priced]) -> Group:
+def _group(members: Sequence[Priced]) -> Group:
+    run = members[0].run
     predicted = [one.predicted_s for one in members]
     measured = [one.run.step_time_s for one in members]
     picked = measured[int(np.argmin(predicted))]
     return Group(
-        *key,
+        source=run.source,
+        model=run.model.name,
+        gpus=run.cluster.gpus,
+        global_batch=run.global_batch,
         rows=len(members),
         spearman=spearman(predicted, measured),
         slower=picked / min(measured) - 1.0,

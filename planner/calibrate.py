@@ -30,6 +30,7 @@ CPU_BOUNDS: Mapping[str, tuple[float, float]] = {
 }
 """For ranks that share a machine's cores, where launching and copying are the larger part."""
 
+
 @dataclass(frozen=True)
 class Measured:
     """One run: what it was, and its median seconds per step."""

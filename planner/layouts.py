@@ -54,7 +54,7 @@ def refusal(
         return f"global batch {batch} is no multiple of dp {dp} x micro batch {micro}"
     count = layout.micro_batches(batch)
     if count < layout.pp:
-        return f"{count} micro batches are fewer than pp {layout.pp}"
+        return f"pp {layout.pp} is more than the number of micro batches, {count}"
     if layout.virtual > 1 and count % layout.pp:
         return f"{count} micro batches are no multiple of pp {layout.pp}, as interleaving needs"
     return None
@@ -75,6 +75,8 @@ def structural_refusal(
             return f"{what} {size} are no multiple of tp {tp}"
     if model.ffn_dim % tp:
         return f"ffn_dim {model.ffn_dim} is no multiple of tp {tp}"
+    if model.vocab_size % tp:
+        return f"vocab_size {model.vocab_size} is no multiple of tp {tp}: pad it"
     if tp > 1 and layout.sequence_parallel and model.seq_len % tp:
         return f"seq_len {model.seq_len} is no multiple of tp {tp}, as sequence parallel needs"
     if constraints.pp_max and pp > constraints.pp_max:
@@ -144,11 +146,11 @@ def divisors(number: int) -> tuple[int, ...]:
 def parse_layout(text: str) -> Layout:
     """A layout from "dp=2x8,tp=8,pp=4,virtual=2,micro=1,recompute=full,sp=off,zero=1,reduce=bf16".
 
-    All keys but those that differ from the defaults may be left out. Raises BadLayout naming the
+    Keys that keep their default may be left out; spaces do for commas. Raises BadLayout naming the
     key and what it may be.
     """
     values: dict[str, object] = {}
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
+    for part in filter(None, text.replace(",", " ").split()):
         key, sign, value = part.partition("=")
         if not sign:
             raise BadLayout(f"layout {text!r}: {part!r} is not key=value")

@@ -37,6 +37,9 @@ from keepstep.planner.table import read_table
 from keepstep.planner.tiers import DEFAULT_TIERS, parse_tier
 from keepstep.planner.validate import validate
 
+RUN_DEFAULTS = Path(__file__).parent / "trainer" / "default.toml"
+"""Every key of a run's file with its default; a user's file holds only what differs."""
+
 plan_app = typer.Typer(
     add_completion=False,
     help="Plan a run before paying for it: layouts, their traffic and memory, survival.",
@@ -45,6 +48,9 @@ plan_app = typer.Typer(
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 ModelOption = Annotated[
     str, typer.Option("--model", metavar="NAME|CONFIG", help="A known model, or a run's TOML.")
+]
+VocabOption = Annotated[
+    int | None, typer.Option("--vocab-size", help="Where CONFIG leaves it to the corpus.")
 ]
 ClusterOption = Annotated[
     Path | None, typer.Option("--cluster", metavar="FILE", help="A cluster's TOML.")
@@ -69,6 +75,7 @@ def _print_json(value: object) -> None:
 def plan(
     context: typer.Context,
     model: ModelOption = "llama3-70b",
+    vocab_size: VocabOption = None,
     gpus: Annotated[int, typer.Option("--gpus", help="GPUs in all.")] = 1024,
     gpu: Annotated[str, typer.Option("--gpu", help="A100, H100, H200 or B200.")] = "H100",
     cluster: ClusterOption = None,
@@ -90,12 +97,14 @@ def plan(
     if context.invoked_subcommand:
         return
     with _refusals():
-        known, batch = _read_model(model)
+        known, batch = _read_model(model, vocab_size)
         known = replace(known, seq_len=seq_len) if seq_len else known
         machines = _read_cluster(cluster, gpu, gpus)
-        constraints = Constraints(global_batch or batch or 1024)
-        if constraints.global_batch < 1:
-            raise PlannerError(f"--global-batch {constraints.global_batch}: needs >= 1")
+        if global_batch is None:
+            global_batch = batch or 1024
+        if global_batch < 1:
+            raise PlannerError(f"--global-batch {global_batch}: needs >= 1")
+        constraints = Constraints(global_batch)
         costs, found = search(known, machines, constraints)
         plans = [make_plan(costs, one, constraints.global_batch) for one in found.best(best)]
         own = parse_layout(explain) if explain else None
@@ -174,6 +183,7 @@ def calibrate(
         list[Path], typer.Argument(metavar="RUN...", help="Run directories, or metrics files.")
     ],
     model: ModelOption,
+    vocab_size: VocabOption = None,
     cluster: ClusterOption = None,
     gpu: Annotated[str, typer.Option("--gpu")] = "H100",
     gpus: Annotated[int, typer.Option("--gpus")] = 8,
@@ -182,7 +192,7 @@ def calibrate(
 ) -> None:
     """Fit the planner's constants to a few short runs; prints a cluster TOML for --cluster."""
     with _refusals():
-        section, rest = _read_config(Path(model))
+        section, rest = _read_config(Path(model), vocab_size)
         known = model_from_section(section, Path(model).stem)
         machines = _read_cluster(cluster, gpu, gpus)
         lines = [(str(path), _metrics_lines(path)) for path in runs]
@@ -230,26 +240,39 @@ def _rate(text: str) -> float:
     return rate
 
 
-def _read_model(text: str) -> tuple[ModelConfig, int | None]:
-    """The model, and the global batch if a run's file gives one."""
+def _read_model(text: str, vocab_size: int | None) -> tuple[ModelConfig, int | None]:
+    """The model, and the global batch of a run's file."""
     models = named_models()
     if text in models:
         return models[text], None
     path = Path(text)
     if not path.is_file():
         raise BadModel(f"--model {text}: neither a file nor one of {', '.join(models)}")
-    section, rest = _read_config(path)
+    section, rest = _read_config(path, vocab_size)
     batch = rest.get("batch", {}).get("global_batch")
     return model_from_section(section, path.stem), batch if isinstance(batch, int) else None
 
 
-def _read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_config(
+    path: Path, vocab_size: int | None
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The [model] section of a run's file and its other sections, defaults filled in."""
     with path.open("rb") as file:
         document = tomllib.load(file)
-    section = document.pop("model", None)
-    if not isinstance(section, dict):
+    if not isinstance(document.get("model"), dict):
         raise BadModel(f"{path}: has no [model] section")
-    return section, document
+    merged: dict[str, dict[str, Any]] = {}
+    if RUN_DEFAULTS.is_file():
+        with RUN_DEFAULTS.open("rb") as file:
+            merged = tomllib.load(file)
+    for name, section in document.items():
+        merged[name] = {**merged.get(name, {}), **section} if isinstance(section, dict) else {}
+    model = merged.pop("model")
+    if vocab_size is not None:
+        model["vocab_size"] = vocab_size
+    if model.get("vocab_size") == 0:
+        raise BadModel(f"{path}: vocab_size is 0, that is the corpus's; give it by --vocab-size")
+    return model, merged
 
 
 def _read_cluster(path: Path | None, gpu: str, gpus: int) -> Cluster:

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
 Report = dict[str, Any]
+WORDS = ("tier", "survives", "layout", "such as", "because", "reason", "source", "model")
 
 
 def _table(title: str, *columns: str) -> Table:
+    """The first column may fold, a number never does."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        words = column in WORDS
+        justify: Literal["left", "right"] = "left" if index == 0 or words else "right"
+        table.add_column(
+            column,
+            justify=justify,
+            overflow="fold" if words else "ellipsis",
+            no_wrap=not (index == 0 or words),
+        )
     return table
 
 
+def _spaced(layout: str) -> str:
+    """So that a narrow terminal folds it between its parts."""
+    return layout.replace(",", " ")
+
+
 def _console() -> Console:
-    return Console(soft_wrap=True, highlight=False)
+    return Console(highlight=False)
 
 
 def show_plan(report: Report) -> None:
@@ -33,7 +47,7 @@ def show_plan(report: Report) -> None:
     rows = list(report["best"])
     own = report["own"]
     if rows:
-        console.print(_layout_table(rows, report["tokens"]))
+        _show_layouts(console, rows, report["tokens"], "Best layouts")
         console.print(report["why"])
         tokens = report["tokens_per_replica"]
         console.print(
@@ -42,7 +56,7 @@ def show_plan(report: Report) -> None:
         )
         console.print(_traffic_table("Traffic of the first, per GPU and step", rows[0]))
     if own:
-        console.print(_layout_table([own, *rows[:1]], report["tokens"], "Yours, and the first"))
+        _show_layouts(console, [own, *rows[:1]], report["tokens"], "Yours, and the first")
         console.print(_traffic_table("Traffic of yours, per GPU and step", own))
         if report["own_refusal"]:
             console.print(f"It cannot run: {report['own_refusal']}.")
@@ -52,40 +66,29 @@ def show_plan(report: Report) -> None:
     _show_refusals(console, report)
 
 
-def _layout_table(rows: list[Report], tokens: float, title: str = "Best layouts") -> Table:
-    per_tokens = f"for {tokens:.3g} tokens"
-    table = _table(
-        title,
-        "layout",
-        "step s",
-        "compute",
-        "tp",
-        "pp",
-        "dp",
-        "bubble",
-        "optim",
-        "GiB/GPU",
-        "MFU %",
-        "HFU %",
-        "tokens/s",
-        f"days {per_tokens}",
-        "k$",
-    )
-    for row in rows:
-        seconds = row["seconds"]
+def _show_layouts(console: Console, rows: list[Report], tokens: float, title: str) -> None:
+    days = f"days for {tokens:.3g} tokens"
+    table = _table(title, "", "layout", "step s", "MFU %", "GiB/GPU", days, "k$")
+    parts = ("compute", "tp", "pp", "dp", "bubble", "optimizer")
+    split = _table("Where the seconds go", "", *parts, "HFU %", "tokens/s")
+    for number, row in enumerate(rows, start=1):
         table.add_row(
-            row["layout"],
+            str(number),
+            _spaced(row["layout"]),
             f"{row['step_s']:.3f}",
-            *(f"{seconds[part]:.3f}" for part in ("compute", "tp", "pp", "dp", "bubble")),
-            f"{seconds['optimizer']:.3f}",
-            f"{row['memory_gib']['total']:.1f}",
             f"{100 * row['mfu']:.1f}",
-            f"{100 * row['hfu']:.1f}",
-            f"{row['tokens_per_s']:,.0f}",
+            f"{row['memory_gib']['total']:.1f}",
             f"{row['days']:.1f}",
             f"{row['dollars'] / 1000:,.0f}",
         )
-    return table
+        split.add_row(
+            str(number),
+            *(f"{row['seconds'][part]:.3f}" for part in parts),
+            f"{100 * row['hfu']:.1f}",
+            f"{row['tokens_per_s']:,.0f}",
+        )
+    console.print(table)
+    console.print(split)
 
 
 def _traffic_table(title: str, row: Report) -> Table:
@@ -107,12 +110,12 @@ def _show_refusals(console: Console, report: Report) -> None:
     if "refused" in report:
         table = _table("Cannot run", "layout", "reason")
         for one in report["refused"]:
-            table.add_row(one["layout"], one["reason"])
+            table.add_row(_spaced(one["layout"]), one["reason"])
         console.print(table)
     elif report["refusals"]:
         table = _table("Cannot run (--refused lists all)", "layouts", "such as", "because")
         for one in report["refusals"]:
-            table.add_row(str(one["count"]), one["example"], one["reason"])
+            table.add_row(str(one["count"]), _spaced(one["example"]), one["reason"])
         console.print(table)
 
 
@@ -130,10 +133,10 @@ def show_survival(report: Report) -> None:
         "survives",
         "stall s",
         "every s",
-        "every steps",
-        "by simulation s",
-        "needed a day",
-        "work lost each s",
+        "steps",
+        "simulated s",
+        "used a day",
+        "lost s",
     )
     for tier in report["tiers"]:
         table.add_row(

@@ -11,7 +11,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from keepstep.plan_cli import plan_app
-from keepstep.planner.cluster import cluster_from_document
+from keepstep.planner.cluster import cluster_from_document, cluster_of
+from keepstep.planner.measured import measured_run
+from keepstep.planner.model import model_from_section
 
 RUN = """
 [model]
@@ -200,6 +202,17 @@ def test_calibration_prints_a_cluster_that_can_be_used(tmp_path: Path) -> None:
     report = plan_json("calibrate", *paths, *common)
     assert report["fit"]["mape_pct"] < 25
     assert any("0.0800 s" in run for run in report["fit"]["runs"])
+
+
+def test_the_first_steps_are_left_out_of_the_measurement() -> None:
+    sizes = {"dp": 2, "tp": 1, "pp": 1, "dp_replicate": 1}
+    lines = [
+        json.dumps({"layout": sizes, "samples": [0, 16], "step_ms": 1000.0 * milliseconds})
+        for milliseconds in (9, 9, 9, 2, 2)
+    ]
+    model = model_from_section(tomllib.loads(RUN)["model"])
+    run = measured_run(model, cluster_of("H100", 8), {}, "m", lines, skip=3)
+    assert (run.seconds, run.global_batch, run.layout.zero) == (2.0, 16, 3)
 
 
 def test_metrics_without_steps_are_refused(tmp_path: Path) -> None:

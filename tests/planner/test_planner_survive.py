@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from keepstep.planner.copies import (
@@ -16,7 +17,7 @@ from keepstep.planner.copies import (
     simulated_losses,
 )
 from keepstep.planner.errors import PlannerError
-from keepstep.planner.simulate import best_intervals, simulate
+from keepstep.planner.simulate import REPAIRED, Outcome, Trace, best_intervals, replay, simulate
 from keepstep.planner.survive import (
     LLAMA3_PER_HOST_DAY,
     Kinds,
@@ -107,6 +108,38 @@ def test_the_simulation_agrees_with_daly_s_exact_formula(
     interval = plan_tiers(risk, [tier])[0].interval_s
     exact = daly_effective(capture_s, risk.mtbf_s, restart_s, interval)
     assert simulate(risk, [tier], 90, runs=300, seed=5).mean == pytest.approx(exact, abs=0.003)
+
+
+def replayed(gaps: list[float], kinds: list[int], interval_s: float) -> Outcome:
+    """One run of a day, with these events; a recovery takes 50 s, a lost host is not missed."""
+    trace = Trace(
+        np.array([[*gaps, np.inf]]),
+        np.array([[*kinds, REPAIRED]]),
+        np.zeros((1, len(gaps) + 1), dtype=np.int64),
+    )
+    tier = Tier("t", 0.0, 50.0, "several", interval_s)
+    risk = Risk(100, kinds=HOSTS_ONLY, detect_s=0.0, restart_s=0.0)
+    return replay(risk, plan_tiers(risk, [tier]), 1.0, trace)
+
+
+def test_a_failure_takes_the_work_since_the_last_capture() -> None:
+    found = replayed([1234.0], [1], 100.0)
+    assert found.lost_s[0] == pytest.approx(34.0)
+    assert found.recovering_s[0] == pytest.approx(50.0)
+    assert found.effective[0] * 86400 == pytest.approx(86400 - 34 - 50)
+
+
+@pytest.mark.parametrize("count", range(1, 60))
+def test_a_failure_during_a_recovery_takes_no_more_work(count: int) -> None:
+    found = replayed([count * 0.7 + 0.1, 10.0, 10.0], [1, 1, 1], 0.7)
+    assert found.lost_s[0] == pytest.approx(0.1, abs=1e-6)
+    assert found.recovering_s[0] == pytest.approx(70.0)
+
+
+def test_a_host_that_comes_back_does_not_shorten_a_recovery() -> None:
+    found = replayed([1000.0, 20.0], [1, REPAIRED], 100.0)
+    assert found.recovering_s[0] == pytest.approx(50.0)
+    assert found.failures[0] == 1
 
 
 def test_the_same_seed_gives_the_same_runs_and_another_gives_others() -> None:

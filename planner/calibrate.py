@@ -27,6 +27,7 @@ CPU_BOUNDS: Mapping[str, tuple[float, float]] = {
     "link": (1e-3, 1.0),
     "link_latency_s": (1e-6, 0.1),
     "host_s": (1e-6, 0.1),
+    "step_host_s": (1e-5, 1.0),
 }
 """For ranks that share a machine's cores, where launching and copying are the larger part."""
 
@@ -63,7 +64,7 @@ def fit(
     """
     if not runs:
         raise BadTable("calibrate: no measured steps were given; run a few short layouts first")
-    best = _inside(runs[0].cluster.efficiency, bounds)
+    best = _inside(runs[0].cluster.efficiency, bounds)  # a constant of 0 starts at its least
     lowest = loss(runs, best)
     factor = 1.5
     for _ in range(rounds):

@@ -43,7 +43,8 @@ class Efficiency:
     which half of it is lost to filling the pipeline; hbm, link, nic: of the memory, in-node and
     across-node rate; link_latency_s and nic_latency_s: per hop; host_s: what one process needs to
     launch one layer's pass, below which no pass can go; overlap_tax: seconds by which one second
-    of hidden data-axis traffic slows the compute over it.
+    of hidden data-axis traffic slows the compute over it; step_host_s: what a process needs for a
+    step besides (reductions, optimizer calls), which matters where ranks share cores.
     """
 
     gemm: float = 0.78
@@ -55,6 +56,7 @@ class Efficiency:
     nic_latency_s: float = 6e-6
     host_s: float = 0.5e-3
     overlap_tax: float = 0.1
+    step_host_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -255,7 +255,11 @@ class CostModel:
     def _optimizer(self, layout: Layout, most: int) -> float:
         shards = layout.dp_shard if layout.zero else 1
         held = self._held(layout, most)
-        return memory_s(OPTIMIZER_BYTES * held / shards, self.cluster.gpu, self.cluster.efficiency)
+        reached = self.cluster.efficiency
+        return (
+            memory_s(OPTIMIZER_BYTES * held / shards, self.cluster.gpu, reached)
+            + reached.step_host_s
+        )
 
     def model_flops(self, global_batch: int) -> float:
         """Model FLOPs of one step: nothing that is done twice counts twice."""

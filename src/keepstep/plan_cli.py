@@ -14,31 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from keepstep.planner.calibrate import BOUNDS, CPU_BOUNDS, fit
-from keepstep.planner.cluster import Cluster, cluster_from_document, cluster_of
-from keepstep.planner.copies import CopyRisk, group_copies, ring_copies
-from keepstep.planner.errors import BadCluster, BadModel, BadTable, PlannerError
-from keepstep.planner.layouts import Constraints, parse_layout
-from keepstep.planner.measured import measured_run
-from keepstep.planner.model import ModelConfig, model_from_section, named_models
-from keepstep.planner.plan import explain_refusal, make_plan, search
-from keepstep.planner.report import (
-    calibration_document,
-    plan_report,
-    survival_report,
-    validation_report,
-)
-from keepstep.planner.survive import RATES_PER_HOST_DAY, Risk
-from keepstep.planner.table import read_table
-from keepstep.planner.tiers import DEFAULT_TIERS, parse_tier
-from keepstep.planner.validate import validate
-
-RUN_DEFAULTS = Path(__file__).parent / "trainer" / "default.toml"
-"""Every key of a run's file with its default; a user's file holds only what differs."""
+from keepstep.planner.errors import BadTable, PlannerError
 
 plan_app = typer.Typer(
     add_completion=False,
@@ -96,10 +76,15 @@ def plan(
     """Show the fastest layouts, why the first wins, and what your own would cost."""
     if context.invoked_subcommand:
         return
+    from keepstep import plan_inputs, plan_views
+    from keepstep.planner.layouts import Constraints, parse_layout
+    from keepstep.planner.plan import explain_refusal, make_plan, search
+    from keepstep.planner.report import plan_report
+
     with _refusals():
-        known, batch = _read_model(model, vocab_size)
+        known, batch = plan_inputs.read_model(model, vocab_size)
         known = replace(known, seq_len=seq_len) if seq_len else known
-        machines = _read_cluster(cluster, gpu, gpus)
+        machines = plan_inputs.read_cluster(cluster, gpu, gpus)
         if global_batch is None:
             global_batch = batch or 1024
         if global_batch < 1:
@@ -116,9 +101,7 @@ def plan(
     if as_json:
         _print_json(report)
     else:
-        from keepstep.plan_views import show_plan
-
-        show_plan(report)
+        plan_views.show_plan(report)
     if not plans or reason:
         raise typer.Exit(1)
 
@@ -151,10 +134,16 @@ def survive(
     as_json: JsonOption = False,
 ) -> None:
     """Say how often to capture, what failures cost, and how safe the copies are."""
+    from keepstep import plan_inputs, plan_views
+    from keepstep.planner.copies import CopyRisk, group_copies, ring_copies
+    from keepstep.planner.report import survival_report
+    from keepstep.planner.survive import Risk
+    from keepstep.planner.tiers import DEFAULT_TIERS, parse_tier
+
     with _refusals():
         risk = Risk(
             hosts=hosts,
-            failures_per_host_day=_rate(rate),
+            failures_per_host_day=plan_inputs.rate(rate),
             detect_s=detect,
             restart_s=restart,
             repair_s=repair * 3600.0,
@@ -165,16 +154,15 @@ def survive(
         if placement not in ("ring", "group"):
             raise PlannerError(f"--placement {placement}: must be ring or group")
         place = ring_copies if placement == "ring" else group_copies
-        lost = (risk.kinds.host + risk.kinds.several * risk.kinds.at_once) * _rate(rate)
+        lost = (risk.kinds.host + risk.kinds.several * risk.kinds.at_once) * plan_inputs.rate(rate)
         danger = CopyRisk(host_losses_per_day=lost, again_s=again)
         holders = place(hosts, copies)
         report = survival_report(risk, tiers, days, runs, seed, step, holders, danger)
+        report["assumed"] = not tier
     if as_json:
         _print_json(report)
     else:
-        from keepstep.plan_views import show_survival
-
-        show_survival(report)
+        plan_views.show_survival(report)
 
 
 @plan_app.command("calibrate")
@@ -191,20 +179,24 @@ def calibrate(
     as_json: JsonOption = False,
 ) -> None:
     """Fit the planner's constants to a few short runs; prints a cluster TOML for --cluster."""
+    from keepstep import plan_inputs, plan_views
+    from keepstep.planner.calibrate import BOUNDS, CPU_BOUNDS, fit
+    from keepstep.planner.measured import measured_run
+    from keepstep.planner.model import model_from_section
+    from keepstep.planner.report import calibration_document
+
     with _refusals():
-        section, rest = _read_config(Path(model), vocab_size)
+        section, rest = plan_inputs.read_config(Path(model), vocab_size)
         known = model_from_section(section, Path(model).stem)
-        machines = _read_cluster(cluster, gpu, gpus)
-        lines = [(str(path), _metrics_lines(path)) for path in runs]
+        machines = plan_inputs.read_cluster(cluster, gpu, gpus)
+        lines = [(str(path), plan_inputs.metrics_lines(path)) for path in runs]
         found = [measured_run(known, machines, rest, name, text, skip) for name, text in lines]
         fitted = fit(found, CPU_BOUNDS if machines.cores_per_node else BOUNDS)
         document = calibration_document(machines, fitted, found)
     if as_json:
         _print_json(document)
     else:
-        from keepstep.plan_views import show_toml
-
-        show_toml(document)
+        plan_views.show_toml(document)
 
 
 @plan_app.command("validate")
@@ -214,6 +206,11 @@ def validate_table(
     as_json: JsonOption = False,
 ) -> None:
     """Price the runs of a table and say how far off the step times and the order are."""
+    from keepstep import plan_views
+    from keepstep.planner.report import validation_report
+    from keepstep.planner.table import read_table
+    from keepstep.planner.validate import validate
+
     with _refusals(), table.open(encoding="utf-8", newline="") as lines:
         try:
             report = validation_report(validate(read_table(lines)), with_rows=rows)
@@ -222,69 +219,4 @@ def validate_table(
     if as_json:
         _print_json(report)
     else:
-        from keepstep.plan_views import show_validation
-
-        show_validation(report)
-
-
-def _rate(text: str) -> float:
-    if text in RATES_PER_HOST_DAY:
-        return RATES_PER_HOST_DAY[text]
-    try:
-        rate = float(text) / 1000.0
-    except ValueError as error:
-        known = ", ".join(RATES_PER_HOST_DAY)
-        raise PlannerError(f"--rate {text}: must be a number or one of {known}") from error
-    if not rate > 0:
-        raise PlannerError(f"--rate {text}: must be more than 0")
-    return rate
-
-
-def _read_model(text: str, vocab_size: int | None) -> tuple[ModelConfig, int | None]:
-    """The model, and the global batch of a run's file."""
-    models = named_models()
-    if text in models:
-        return models[text], None
-    path = Path(text)
-    if not path.is_file():
-        raise BadModel(f"--model {text}: neither a file nor one of {', '.join(models)}")
-    section, rest = _read_config(path, vocab_size)
-    batch = rest.get("batch", {}).get("global_batch")
-    return model_from_section(section, path.stem), batch if isinstance(batch, int) else None
-
-
-def _read_config(
-    path: Path, vocab_size: int | None
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The [model] section of a run's file and its other sections, defaults filled in."""
-    with path.open("rb") as file:
-        document = tomllib.load(file)
-    if not isinstance(document.get("model"), dict):
-        raise BadModel(f"{path}: has no [model] section")
-    merged: dict[str, dict[str, Any]] = {}
-    if RUN_DEFAULTS.is_file():
-        with RUN_DEFAULTS.open("rb") as file:
-            merged = tomllib.load(file)
-    for name, section in document.items():
-        merged[name] = {**merged.get(name, {}), **section} if isinstance(section, dict) else {}
-    model = merged.pop("model")
-    if vocab_size is not None:
-        model["vocab_size"] = vocab_size
-    if model.get("vocab_size") == 0:
-        raise BadModel(f"{path}: vocab_size is 0, that is the corpus's; give it by --vocab-size")
-    return model, merged
-
-
-def _read_cluster(path: Path | None, gpu: str, gpus: int) -> Cluster:
-    if path is None:
-        return cluster_of(gpu, gpus)
-    with path.open("rb") as file:
-        try:
-            return cluster_from_document(tomllib.load(file), path.stem)
-        except BadCluster as error:
-            raise BadCluster(f"{path}: {error}") from error
-
-
-def _metrics_lines(path: Path) -> list[str]:
-    file = path / "metrics.jsonl" if path.is_dir() else path
-    return file.read_text(encoding="utf-8").splitlines()
+        plan_views.show_validation(report)

@@ -150,6 +150,8 @@ def show_survival(report: Report) -> None:
             f"{tier['lost_per_failure_s']:.0f}",
         )
     console.print(table)
+    if report["assumed"]:
+        console.print("The tiers' costs are assumptions; give measured ones with --tier.")
     shares, simulated = report["shares"], report["simulated"]
     console.print(
         f"Effective training time {100 * report['effective']:.2f} % (captures"

@@ -40,6 +40,7 @@ CLASSIC_SOURCES = (
 OMNIPATH_SOURCES = ("bigscience", "BLOOM")
 OMNIPATH_NODE_BYTES_PER_S = 4 * 12.5e9
 
+MICRO_BATCH_MAX = 32
 HEAD_DIM, SEQ_LEN, VOCAB_SIZE = 128, 2048, 50432
 """For cells left blank."""
 
@@ -86,7 +87,7 @@ class SkippedRun:
 def read_table(lines: Iterable[str]) -> list[PublishedRun | SkippedRun]:
     """Parse the CSV. Row numbers count from 2, as an editor shows them (1 is the header).
 
-    Raises BadTable if columns are missing or a needed cell of a usable row is not a number.
+    Raises BadTable if columns are missing.
     """
     reader = csv.DictReader(lines)
     missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
@@ -106,16 +107,18 @@ def _run(number: int, cells: Mapping[str, str]) -> PublishedRun | SkippedRun:
         return SkippedRun(number, source, cells["model"], reason)
     classic = any(word.lower() in source.lower() for word in CLASSIC_SOURCES)
     stack = CLASSIC if classic else MODERN
-    model = _model(number, cells)
-    layouts, chosen = _layouts(number, cells, classic, model)
+    model = _model(cells)
+    layouts, chosen = _layouts(cells, classic, model)
+    if not layouts:
+        return SkippedRun(number, source, cells["model"], "its sizes do not fit: CP or EP outside")
     return PublishedRun(
         row=number,
         source=source,
         model=model,
-        cluster=_cluster(number, cells),
+        cluster=_cluster(cells),
         stack=stack,
         layouts=layouts,
-        global_batch=_number(number, cells, "global_batch"),
+        global_batch=int(float(cells["global_batch"])),
         step_time_s=float(cells["step_time_s"]),
         chosen=chosen,
     )
@@ -124,10 +127,10 @@ def _run(number: int, cells: Mapping[str, str]) -> PublishedRun | SkippedRun:
 def _outside(cells: Mapping[str, str]) -> str:
     """Why the row is not one that the planner prices, or nothing."""
     words = " ".join(cells.get(key, "") for key in ("table", "model", "notes"))
-    if not cells["step_time_s"]:
+    if not _positive(cells["step_time_s"]):
         return "no step time"
     for key in ("layers", "hidden", "gpus", "global_batch"):
-        if not cells[key]:
+        if not _positive(cells[key]):
             return f"no {key}"
     if _gpu_kind(cells["gpu"]) is None:
         return f"GPU {cells['gpu']} is outside the model"
@@ -154,9 +157,9 @@ def _gpu_kind(name: str) -> str | None:
     return words[0]
 
 
-def _cluster(number: int, cells: Mapping[str, str]) -> Cluster:
+def _cluster(cells: Mapping[str, str]) -> Cluster:
     kind = _gpu_kind(cells["gpu"])
-    gpus = _number(number, cells, "gpus")
+    gpus = int(float(cells["gpus"]))
     per_node = max(n for n in divisors(gpus) if n <= 8)
     cluster = cluster_of(str(kind), gpus, per_node)
     if "40G" in cells["gpu"].upper():
@@ -176,11 +179,12 @@ def _cluster(number: int, cells: Mapping[str, str]) -> Cluster:
     return replace(cluster, nic_bytes_per_s=rate)
 
 
-def _model(number: int, cells: Mapping[str, str]) -> ModelConfig:
-    layers, dim = _number(number, cells, "layers"), _number(number, cells, "hidden")
-    heads = _number(number, cells, "heads") if cells["heads"] else max(1, dim // HEAD_DIM)
-    seq = _number(number, cells, "seq") if cells["seq"] else SEQ_LEN
-    vocab = _number(number, cells, "vocab") if cells.get("vocab") else VOCAB_SIZE
+def _model(cells: Mapping[str, str]) -> ModelConfig:
+    layers, dim = int(float(cells["layers"])), int(float(cells["hidden"]))
+    heads = (*_choices(cells, "heads"), max(1, dim // HEAD_DIM))[0]
+    heads = heads if dim % heads == 0 else 1  # no width to be had: attention's FLOPs are the same
+    seq = (*_choices(cells, "seq"), SEQ_LEN)[0]
+    vocab = (*_choices(cells, "vocab"), VOCAB_SIZE)[0]
     name = cells["model"]
     if "llama" in name.lower():
         for known in named_models().values():
@@ -190,10 +194,10 @@ def _model(number: int, cells: Mapping[str, str]) -> ModelConfig:
 
 
 def _layouts(
-    number: int, cells: Mapping[str, str], classic: bool, model: ModelConfig
+    cells: Mapping[str, str], classic: bool, model: ModelConfig
 ) -> tuple[tuple[Layout, ...], tuple[str, ...]]:
     """Every layout that the cells allow, and the columns whose value is the planner's choice."""
-    gpus, batch = _number(number, cells, "gpus"), _number(number, cells, "global_batch")
+    gpus, batch = int(float(cells["gpus"])), int(float(cells["global_batch"]))
     notes = cells.get("notes", "")
     words = cells.get("recompute", "").lower()
     base = Layout(
@@ -201,34 +205,40 @@ def _layouts(
         zero=_zero(notes, classic),
         reduce_bytes=2 if classic or "FULL_SHARD" in notes or "SHARD_GRAD_OP" in notes else 4,
     )
-    found = []
-    virtuals, micros = _choices(cells, "virtual_pp"), _choices(cells, "micro_batch")
     recomputes = _recomputes(words)
-    for dp, tp, pp in _sizes(cells, gpus):
-        for virtual in virtuals or divisors(-(-model.layers // pp) if pp > 1 else 1):
-            for micro in micros or divisors(max(1, batch // dp)):
-                if not micros and (batch % (dp * micro) or micro > 32):
-                    continue
-                if not virtuals and virtual > 1 and batch // (dp * micro) % pp:
-                    continue
-                for recompute in recomputes:
-                    found.append(
-                        replace(
-                            base,
-                            dp_shard=dp,
-                            tp=tp,
-                            pp=pp,
-                            virtual=virtual,
-                            micro_batch=micro,
-                            recompute=recompute,
-                        )
-                    )
-    blank = [key for key in ("dp", "tp", "pp", "virtual_pp", "micro_batch") if not cells.get(key)]
+    found = [
+        replace(
+            base,
+            dp_shard=dp,
+            tp=tp,
+            pp=pp,
+            virtual=virtual,
+            micro_batch=micro,
+            recompute=recompute,
+        )
+        for dp, tp, pp in _sizes(cells, gpus)
+        for micro in _choices(cells, "micro_batch") or _micro_batches(batch, dp)
+        for virtual in _choices(cells, "virtual_pp") or _virtuals(model, pp, batch // (dp * micro))
+        for recompute in recomputes
+    ]
+    keys = ("dp", "tp", "pp", "virtual_pp", "micro_batch")
+    blank = [key for key in keys if not _choices(cells, key)]
     if len(recomputes) > 1:
         blank.append("recompute")
-    if not found:
-        raise BadTable(f"row {number}: no layout fits its cells")
     return tuple(found), tuple(blank)
+
+
+def _micro_batches(batch: int, dp: int) -> tuple[int, ...]:
+    """What a blank micro batch may be: up to 32, dividing the replica's part of the batch."""
+    each = batch // dp if batch % dp == 0 else 1
+    return tuple(n for n in divisors(each) if n <= MICRO_BATCH_MAX)
+
+
+def _virtuals(model: ModelConfig, pp: int, count: int) -> tuple[int, ...]:
+    """What blank virtual stages may be: whole layers each, and whole rounds of micro batches."""
+    if pp == 1 or model.layers % pp or count % pp:
+        return (1,)
+    return divisors(model.layers // pp)
 
 
 def _sizes(cells: Mapping[str, str], gpus: int) -> list[tuple[int, int, int]]:
@@ -261,14 +271,14 @@ def _recomputes(words: str) -> tuple[Recompute, ...]:
 
 
 def _choices(cells: Mapping[str, str], key: str) -> tuple[int, ...]:
-    value = cells.get(key, "")
-    return (int(float(value)),) if value else ()
+    """The cell's number; nothing for a blank cell, or one that is not one number (">= 2")."""
+    value = _positive(cells.get(key, ""))
+    return (int(value),) if value else ()
 
 
-def _number(row: int, cells: Mapping[str, str], key: str) -> int:
+def _positive(text: str) -> float | None:
     try:
-        return int(float(cells[key]))
-    except ValueError as error:
-        raise BadTable(
-            f"row {row}, column {key}: expected a number, found {cells[key]!r}"
-        ) from error
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 < value < float("inf") else None

@@ -25,6 +25,7 @@ from keepstep.ckpt.errors import BadName, CheckpointError, NoSuchState
 from keepstep.ckpt.lineage import Committed, Lineage
 from keepstep.ckpt.log import Log
 from keepstep.ckpt.retention import Policy
+from keepstep.plan_cli import plan_app
 from keepstep.storage.errors import StoreError
 from keepstep.storage.locate import open_store
 from keepstep.storage.store import Store
@@ -41,6 +42,7 @@ app = typer.Typer(
 
 app.command("train")(train_commands.train)
 app.add_typer(train_commands.data_app, name="data")
+app.add_typer(plan_app, name="plan")
 
 StoreArgument = Annotated[
     str, typer.Argument(metavar="STORE[@STEP]", help="Path or URL; @STEP picks a checkpoint.")

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from keepstep.trainer.mesh import make_grid
-from keepstep.trainer.model_config import BatchConfig, ModelConfig, ParallelConfig
-from keepstep.trainer.train_step import build
 from tests.kit.parity import Case, slice_of
 from tests.kit.ranks import run_ranks
 
 from keepstep.planner.layout import Layout
 from keepstep.planner.model import ModelConfig as PlannedModel
 from keepstep.planner.traffic import trainer_traffic
+from keepstep.trainer.mesh import make_grid
+from keepstep.trainer.model_config import BatchConfig, ModelConfig, ParallelConfig
+from keepstep.trainer.train_step import build
 
 EVEN = ModelConfig(vocab_size=64, dim=32, layers=4, heads=4, kv_heads=2, ffn_dim=64, seq_len=16)
 UNEVEN = replace(EVEN, vocab_size=66, layers=5, ffn_dim=68)

@@ -30,6 +30,8 @@ def commit(log: Log, manifest: Manifest) -> Record:
     """
     state = manifest.state
     data = encode_manifest(manifest)
+    log.read()
+    log.check_not_superseded()  # before the faults: a newer run's generation is one of them
     _refuse(log, state, list(_faults(log, manifest)))
     log.store.put(manifest_key(state), data)
     size_bytes = len(data) + sum(image.size_bytes for image in manifest.images)

@@ -178,7 +178,7 @@ class Log:
         if self._term is None:
             raise LogError("take_term() comes before append()")
         for _ in range(_RACES_MAX):
-            self._check_not_superseded()
+            self.check_not_superseded()
             mine = self._record(body, self._term)
             if self._try(mine):
                 return mine
@@ -194,12 +194,12 @@ class Log:
         Raises:
             LogMoved: another entry came first. Nothing was appended: read, and decide again.
         """
-        self._check_not_superseded()
+        self.check_not_superseded()
         if next_seq == self._next_seq:
             mine = self._record(body, self._term or self._fold.term.number)
             if self._try(mine):
                 return mine
-            self._check_not_superseded()
+            self.check_not_superseded()
         raise LogMoved(
             f"entry {next_seq} of the log in {self._store.url} is another writer's; "
             "read the log and decide again"
@@ -280,7 +280,12 @@ class Log:
         self._fold.add(record)
         self._next_seq = record.seq + 1
 
-    def _check_not_superseded(self) -> None:
+    def check_not_superseded(self) -> None:
+        """As far as the log has been read: does this writer's term still stand?
+
+        Raises:
+            Superseded: a higher term has been taken.
+        """
         newest, seq = self._fold.term, self._fold.term_seq
         if self._term is not None and newest.number > self._term:
             raise Superseded(

@@ -43,6 +43,7 @@ class Display:
                 "(a second signal ends at once)",
                 highlight=False,
                 markup=False,
+                soft_wrap=True,
             )
 
     def _step(self, report: Mapping[str, Any]) -> None:

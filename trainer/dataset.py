@@ -117,7 +117,7 @@ def open_corpus(
         raise DataError(
             f"{tokens.path}: {tokens.token_count} tokens give {len(training)} training windows of "
             f"{seq_len}, fewer than the {batch} of one step; give more text, or lower "
-            "data.batch or model.seq_len",
+            "batch.global_batch or model.seq_len",
             file=str(tokens.path),
             field="tokens",
             expected=f"at least {batch} windows of {seq_len}",

@@ -30,6 +30,8 @@ class CopyRisk:
 
 def ring_copies(hosts: int, copies: int, stride: int = 1) -> tuple[tuple[int, ...], ...]:
     """Host h's images are on h, h + stride, ... : one set of holders per host."""
+    if copies < 1:
+        raise PlannerError(f"{copies} copies; needs >= 1")
     if copies > hosts:
         raise PlannerError(f"{copies} copies need as many hosts; there are {hosts}")
     return tuple(
@@ -39,7 +41,7 @@ def ring_copies(hosts: int, copies: int, stride: int = 1) -> tuple[tuple[int, ..
 
 def group_copies(hosts: int, copies: int) -> tuple[tuple[int, ...], ...]:
     """Hosts in groups of `copies` hold each other's images: fewer sets of holders to lose."""
-    if hosts % copies:
+    if copies < 1 or hosts % copies:
         raise PlannerError(f"{hosts} hosts are no multiple of groups of {copies}")
     return tuple(
         tuple(range(first, first + copies))

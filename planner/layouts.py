@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -10,6 +11,8 @@ from keepstep.planner.cluster import Cluster
 from keepstep.planner.errors import BadLayout
 from keepstep.planner.layout import RECOMPUTES, Layout, Recompute
 from keepstep.planner.model import ModelConfig
+
+_SIZE = re.compile(r"[1-9][0-9]{0,6}")  # no digits of other scripts, no endless numbers
 
 
 @dataclass(frozen=True)
@@ -171,11 +174,11 @@ def _setting(text: str, key: str, value: str) -> dict[str, object]:
     if key == "dp":
         replicate, _, shard = value.rpartition("x")
         pair = (replicate or "1", shard)
-        if all(part.isdigit() and int(part) > 0 for part in pair):
+        if all(map(_SIZE.fullmatch, pair)):
             return {"dp_replicate": int(pair[0]), "dp_shard": int(pair[1])}
         raise BadLayout(f"layout {text!r}: dp={value} must be N or REPLICATExSHARD")
     if key in numbers:
-        if value.isdigit() and int(value) > 0:
+        if _SIZE.fullmatch(value):
             return {numbers[key]: int(value)}
         raise BadLayout(f"layout {text!r}: {key}={value} must be a number from 1")
     if key in words:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, sqrt
+from math import exp, inf, sqrt
 
 from keepstep.planner.errors import PlannerError
 
@@ -71,8 +71,13 @@ class Tier:
             raise PlannerError(
                 f"tier {self.name} survives {self.survives!r}: not one of {SURVIVES}"
             )
-        if self.capture_s < 0 or self.restore_s < 0:
-            raise PlannerError(f"tier {self.name} has a negative time")
+        for name in ("capture_s", "restore_s"):
+            if not 0 <= getattr(self, name) < inf:
+                raise PlannerError(
+                    f"tier {self.name}: {name} is {getattr(self, name)}; needs a time, >= 0"
+                )
+        if self.interval_s is not None and not 0 < self.interval_s < inf:
+            raise PlannerError(f"tier {self.name}: interval_s is {self.interval_s}; needs > 0")
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,17 @@ class Risk:
     repair_s: float = 4 * 3600.0
     spares: int = 0
     elastic: bool = True
+
+    def __post_init__(self) -> None:
+        if self.hosts < 1:
+            raise PlannerError(f"a job of {self.hosts} hosts; needs >= 1")
+        if not 0 < self.failures_per_host_day < inf:
+            raise PlannerError(f"{self.failures_per_host_day} failures per host-day; needs > 0")
+        if self.spares < 0:
+            raise PlannerError(f"{self.spares} spares; needs >= 0")
+        for name in ("detect_s", "restart_s", "repair_s"):
+            if not 0 <= getattr(self, name) < inf:
+                raise PlannerError(f"{name} is {getattr(self, name)}; needs a time, >= 0")
 
     @property
     def mtbf_s(self) -> float:

@@ -7,7 +7,6 @@ mean what was typed.
 from __future__ import annotations
 
 import csv
-import json
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Annotated
 import typer
 
 from keepstep.planner.errors import BadTable, PlannerError
+from keepstep.printing import print_json
 
 plan_app = typer.Typer(
     add_completion=False,
@@ -47,10 +47,6 @@ def _refusals() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
-def _print_json(value: object) -> None:
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
-
-
 @plan_app.callback(invoke_without_command=True)
 def plan(
     context: typer.Context,
@@ -67,7 +63,7 @@ def plan(
     explain: Annotated[
         str | None, typer.Option("--explain", metavar="LAYOUT", help="e.g. dp=16,tp=8,pp=8,micro=1")
     ] = None,
-    best: Annotated[int, typer.Option("--best", help="How many layouts to show.")] = 10,
+    best: Annotated[int, typer.Option("--best", min=1, help="How many layouts to show.")] = 10,
     refused: Annotated[
         bool, typer.Option("--refused", help="List every layout that cannot run, and why.")
     ] = False,
@@ -82,8 +78,9 @@ def plan(
     from keepstep.planner.report import plan_report
 
     with _refusals():
+        plan_inputs.positive("--tokens", tokens)
         known, batch = plan_inputs.read_model(model, vocab_size)
-        known = replace(known, seq_len=seq_len) if seq_len else known
+        known = known if seq_len is None else replace(known, seq_len=seq_len)
         machines = plan_inputs.read_cluster(cluster, gpu, gpus)
         if global_batch is None:
             global_batch = batch or 1024
@@ -99,7 +96,7 @@ def plan(
         costs, constraints, plans, found.refused, tokens, own_plan, reason, all_refused=refused
     )
     if as_json:
-        _print_json(report)
+        print_json(report)
     else:
         plan_views.show_plan(report)
     if not plans or reason:
@@ -129,8 +126,8 @@ def survive(
     copies: Annotated[int, typer.Option("--copies", help="Copies in memory.")] = 2,
     placement: Annotated[str, typer.Option("--placement", help="ring or group.")] = "ring",
     again: Annotated[float, typer.Option("--again", help="Seconds to make copies anew.")] = 60.0,
-    runs: Annotated[int, typer.Option("--runs", help="Simulated trainings.")] = 64,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
+    runs: Annotated[int, typer.Option("--runs", min=1, help="Simulated trainings.")] = 64,
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Say how often to capture, what failures cost, and how safe the copies are."""
@@ -141,6 +138,8 @@ def survive(
     from keepstep.planner.tiers import DEFAULT_TIERS, parse_tier
 
     with _refusals():
+        for option, number in (("--days", days), ("--step", step), ("--again", again)):
+            plan_inputs.positive(option, number)
         risk = Risk(
             hosts=hosts,
             failures_per_host_day=plan_inputs.rate(rate),
@@ -160,7 +159,7 @@ def survive(
         report = survival_report(risk, tiers, days, runs, seed, step, holders, danger)
         report["assumed"] = not tier
     if as_json:
-        _print_json(report)
+        print_json(report)
     else:
         plan_views.show_survival(report)
 
@@ -175,7 +174,7 @@ def calibrate(
     cluster: ClusterOption = None,
     gpu: Annotated[str, typer.Option("--gpu")] = "H100",
     gpus: Annotated[int, typer.Option("--gpus")] = 8,
-    skip: Annotated[int, typer.Option("--skip", help="First steps to leave out.")] = 5,
+    skip: Annotated[int, typer.Option("--skip", min=0, help="First steps to leave out.")] = 5,
     as_json: JsonOption = False,
 ) -> None:
     """Fit the planner's constants to a few short runs; prints a cluster TOML for --cluster."""
@@ -194,7 +193,7 @@ def calibrate(
         fitted = fit(found, CPU_BOUNDS if machines.cores_per_node else BOUNDS)
         document = calibration_document(machines, fitted, found)
     if as_json:
-        _print_json(document)
+        print_json(document)
     else:
         plan_views.show_toml(document)
 
@@ -217,6 +216,6 @@ def validate_table(
         except csv.Error as error:
             raise BadTable(f"{table}: {error}") from error
     if as_json:
-        _print_json(report)
+        print_json(report)
     else:
         plan_views.show_validation(report)

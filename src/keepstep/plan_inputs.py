@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,14 @@ def rate(text: str) -> float:
     except ValueError as error:
         known = ", ".join(RATES_PER_HOST_DAY)
         raise PlannerError(f"--rate {text}: must be a number or one of {known}") from error
-    if not rate > 0:
-        raise PlannerError(f"--rate {text}: must be more than 0")
-    return rate
+    return positive("--rate", rate, text)
+
+
+def positive(option: str, number: float, text: str = "") -> float:
+    """`number`, given by `option`, if it is finite and above 0. Raises PlannerError."""
+    if not 0 < number < inf:
+        raise PlannerError(f"{option} {text or number}: must be more than 0, and finite")
+    return number
 
 
 def read_model(text: str, vocab_size: int | None) -> tuple[ModelConfig, int | None]:

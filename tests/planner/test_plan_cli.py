@@ -113,12 +113,32 @@ def test_refused_layouts_are_listed_on_request() -> None:
         (("survive", "--placement", "heap"), "must be ring or group"),
         (("survive", "--copies", "9", "--hosts", "4"), "9 copies need as many hosts"),
         (("validate", "/nonexistent.csv"), "No such file"),
+        (("--tokens", "nan"), "--tokens nan: must be more than 0, and finite"),
+        (("--seq-len", "0"), "seq_len is 0; needs >= 1"),
+        (("--explain", "dp=\u00b2"), "must be N or REPLICATExSHARD"),
+        (("--explain", "tp=\u0663"), "must be a number from 1"),
+        (("survive", "--hosts", "0"), "a job of 0 hosts"),
+        (("survive", "--rate", "inf"), "--rate inf: must be more than 0"),
+        (("survive", "--days", "0"), "--days 0.0: must be more than 0"),
+        (("survive", "--step", "0"), "--step 0.0: must be more than 0"),
+        (("survive", "--again", "inf"), "--again inf: must be more than 0"),
+        (("survive", "--copies", "0"), "0 copies"),
+        (("survive", "--detect", "-1"), "detect_s is -1.0"),
+        (("survive", "--repair", "nan"), "repair_s is nan"),
+        (("survive", "--spares", "-1"), "-1 spares"),
+        (("survive", "--tier", "a=nan,1,several"), "capture_s is nan"),
+        (("survive", "--tier", "a=1,1,several,0"), "interval_s is 0.0"),
     ],
 )
 def test_what_cannot_be_meant_exits_2_in_one_line(words: tuple[str, ...], message: str) -> None:
     result = plan(*words, status=2)
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [("--best", "0"), ("survive", "--runs", "0")])
+def test_a_count_below_one_exits_2(words: tuple[str, ...]) -> None:
+    assert words[-2] in plan(*words, status=2).stderr
 
 
 def test_a_run_s_file_and_a_cluster_s_file_are_read(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def commit(log: Log, manifest: Manifest) -> Record:
     log.store.put(manifest_key(state), data)
     size_bytes = len(data) + sum(image.size_bytes for image in manifest.images)
     record = log.append(Commit(state=state, manifest_digest=digest128(data), size_bytes=size_bytes))
-    lineage = log.read()
+    lineage = log.known()  # asked of no store: a failure now must not unsay the commit
     if not any(each.seq == record.seq for each in lineage.live):
         _refuse(log, state, [_why_dead(lineage, record)])
     return record

@@ -132,6 +132,10 @@ class Log:
         """The term that this writer took; None before `take_term`."""
         return self._term
 
+    def known(self) -> Lineage:
+        """What the log says as far as it has been read, or written, here. Asks no store."""
+        return self._fold.lineage()
+
     def read(self) -> Lineage:
         """What the log says now. Reads on from the last entry known.
 
@@ -144,7 +148,7 @@ class Log:
         if not self._is_whole:
             self._check_nothing_is_missing()
             self._is_whole = True
-        return self._fold.lineage()
+        return self.known()
 
     def take_term(self, by: str) -> int:
         """Take the next term: who held the last one can append nothing any more that counts.

@@ -310,6 +310,28 @@ def test_a_damaged_newest_commit_is_passed_over_with_a_rewind(
     assert exact_lines(run_dir) == exact_lines(finished)
 
 
+def test_a_newest_commit_that_cannot_be_read_is_not_passed_over(
+    tmp_path: Path, corpus: Path
+) -> None:
+    """A store that refuses is no proof of damage: going back would end with the commit deleted."""
+    run_dir, words = tmp_path / "run", ("--checkpoint-every", "2")
+    status, text = train(run_dir, corpus, *ONE, "--steps", "4", *words)
+    assert status == 0, text
+    (image,) = (run_dir / "store").glob("states/*/s*4/r*.safetensors")
+    elsewhere = image.rename(tmp_path / "elsewhere")
+    image.symlink_to(elsewhere)
+    status, text = train(run_dir, corpus, *ONE, "--steps", "6", *words)
+    assert status == 1
+    assert "symbolic link" in text
+    assert "no proof of damage" in text
+    assert committed_steps(run_dir) == [2, 4]
+    image.unlink()
+    elsewhere.rename(image)
+    status, text = train(run_dir, corpus, *ONE, "--steps", "6", *words)
+    assert status == 0, text
+    assert read_events(run_dir, "resumed")[-1]["base"] == [1, 4]
+
+
 def test_a_torn_line_of_metrics_is_cut_on_the_next_start(
     tmp_path: Path, corpus: Path, finished: Path
 ) -> None:

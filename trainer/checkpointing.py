@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from keepstep.ckpt.agree import all_gather_bytes
 from keepstep.ckpt.commit import commit
-from keepstep.ckpt.errors import CheckpointError, LogError, NotCommitted, Superseded
+from keepstep.ckpt.errors import CheckpointError, Superseded
 from keepstep.ckpt.gc import collect
 from keepstep.ckpt.log import Log
 from keepstep.ckpt.manifest import FORMAT_VERSION, ImageRecord, Manifest, State
@@ -154,7 +154,7 @@ class Checkpointing:
         return True
 
     def collect(self) -> None:
-        """Let retention take what it may, on rank 0; a store that refuses is told, no more.
+        """Let retention take what it may, on rank 0; a store or log that refuses is told, no more.
 
         Raises:
             Superseded: as `finish`.
@@ -165,7 +165,7 @@ class Checkpointing:
             report = collect(self._log, self._policy, is_thorough=False)
         except Superseded:
             raise
-        except (StoreError, LogError) as error:
+        except (StoreError, CheckpointError) as error:
             self._tell("retention_failed", str(error))
             return
         if report.retired:
@@ -200,7 +200,7 @@ class Checkpointing:
             raise
         except StoreError as error:
             return Outcome(problem=str(error), errno=error.errno)
-        except (NotCommitted, LogError) as error:
+        except CheckpointError as error:
             return Outcome(problem=str(error))
         took_s = time.monotonic() - pending.started_s
         step = pending.state.step

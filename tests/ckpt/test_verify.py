@@ -272,6 +272,17 @@ def test_unreferenced_files_are_listed_with_what_they_seem_to_be() -> None:
     }
 
 
+def test_with_a_damaged_log_no_good_file_is_called_never_committed() -> None:
+    store = MemoryStore()
+    begin(store, 10, 20)
+    store.delete(entry_key(2))  # the commit of step 10
+    report = verify(store)
+    assert [each.file for each in report.findings] == [entry_key(2)]
+    reasons = {each.file: each.reason.split(":")[0] for each in report.unreferenced}
+    assert set(reasons) >= {manifest_key(S10), image_key(S10, 0), image_key(S10, 1)}
+    assert set(reasons.values()) == {"unknown"}
+
+
 def test_one_checkpoint_can_be_chosen() -> None:
     store = MemoryStore()
     begin(store, 10, 20)

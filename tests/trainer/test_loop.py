@@ -27,7 +27,9 @@ from tests.kit.runs import (
     wait_for_lines,
 )
 
-from keepstep.ckpt.log import Log
+from keepstep.ckpt.entry import Rewind
+from keepstep.ckpt.log import Log, read_entries
+from keepstep.ckpt.manifest import State
 from keepstep.storage.locate import open_store
 from keepstep.trainer.events import read_events
 from keepstep.trainer.metrics import FILE_NAME, read_metrics
@@ -304,6 +306,8 @@ def test_a_damaged_newest_commit_is_passed_over_with_a_rewind(
     status, text = train(run_dir, corpus, *ONE, "--steps", "6", "--checkpoint-every", "2")
     assert status == 0, text
     assert "checkpoint passed over" in text
+    rewinds = [one.body for one in read_entries(open_store(run_dir / "store"))]
+    assert [body.to for body in rewinds if isinstance(body, Rewind)] == [State(1, 2)]
     assert read_events(run_dir, "resumed")[-1]["base"] == [1, 2]
     lineage = Log(open_store(run_dir / "store")).read()
     assert [commit.state.step for commit in lineage.live] == [6, 4, 2]

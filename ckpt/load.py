@@ -101,7 +101,7 @@ def stage(
     plan = Plan(manifest.mesh, manifest.placements, manifest.tensors)
     sources = find_sources(plan, needs, chosen)
     headers = fetch_headers(store, manifest, sorted(sources))
-    reads = plan_reads(sources, headers)
+    reads = plan_reads(sources, headers, manifest.tensors)
     own_arena = None
     if arena is None or arena.capacity_bytes < reads.stage_bytes:
         arena = own_arena = Arena(reads.stage_bytes, f"the restore of rank {registry.rank}")

@@ -24,9 +24,8 @@ from keepstep.ckpt.llama import EMBEDDINGS, MODEL_PREFIX, OUTPUT, LlamaShape, pa
 from keepstep.ckpt.manifest import State
 from keepstep.ckpt.placement import Placement
 from keepstep.ckpt.region import Box, strides
-from keepstep.ckpt.relayout import structure_of
 from keepstep.ckpt.slabs import slabs
-from keepstep.ckpt.structure import HeldTensor
+from keepstep.ckpt.structure import HeldTensor, structure_of
 from keepstep.ckpt.writer import OnBytes, begin_run, write_state
 from keepstep.storage.store import Store
 

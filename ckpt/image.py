@@ -158,6 +158,13 @@ def build(
     return ImageHeader(job, state, rank, mesh, plan_digest, placed, (), data_bytes, encoded)
 
 
+def items_of(
+    tensors: Mapping[str, TensorSpec], owned: Mapping[str, Box]
+) -> dict[str, tuple[str, tuple[int, ...], Box]]:
+    """What `build` takes, of the boxes of tensors that a rank owns."""
+    return {name: (tensors[name].dtype, tensors[name].shape, box) for name, box in owned.items()}
+
+
 def seal(header: ImageHeader, digests: Sequence[str]) -> bytes:
     """The header's bytes with the checksums of the data's chunks written into it.
 

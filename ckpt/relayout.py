@@ -11,8 +11,7 @@ coordinate then counts as a holder, which is always right. What belongs to one r
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +20,12 @@ import msgspec
 from keepstep.ckpt.errors import FormatError
 from keepstep.ckpt.keys import manifest_key
 from keepstep.ckpt.layout import PIPELINE, SHARD, TENSOR, Layout, layout_of, layout_values
-from keepstep.ckpt.llama import EMBEDDINGS, MODEL_PREFIX, OUTPUT, layer_of, tensor_parallel_dim
-from keepstep.ckpt.manifest import Manifest, TensorSpec
+from keepstep.ckpt.llama import MODEL_PREFIX, OUTPUT, tensor_parallel_dim
+from keepstep.ckpt.manifest import Manifest
 from keepstep.ckpt.placement import Mesh, Pin, Placement, Split
-from keepstep.ckpt.plan import plan_digest
 from keepstep.ckpt.restore import is_common
-from keepstep.ckpt.structure import HeldTensor, Structure
+from keepstep.ckpt.stages import parameter_stages, split_layers
+from keepstep.ckpt.structure import HeldTensor, Structure, structure_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +65,6 @@ def relayout(manifest: Manifest, mesh: Mesh) -> Relayout:
     aliases = {alias: name for alias, name in manifest.aliases.items() if name not in gone}
     values = {name: value for name, value in values.items() if name not in gone}
     return Relayout(structure_of(mesh, held, aliases), values, tuple(sorted(gone)))
-
-
-def structure_of(
-    mesh: Mesh, held: Mapping[str, HeldTensor], aliases: Mapping[str, str]
-) -> Structure:
-    """The structure that ranks which hold these tensors would have agreed upon."""
-    numbers: dict[Placement, int] = {}
-    tensors: dict[str, TensorSpec] = {}
-    for name in sorted(held):
-        number = numbers.setdefault(held[name].placement, len(numbers))
-        tensors[name] = TensorSpec(held[name].shape, held[name].dtype, number)
-    placements = tuple(numbers)
-    return Structure(
-        mesh=mesh,
-        placements=placements,
-        tensors=tensors,
-        aliases=dict(sorted(aliases.items())),
-        digest=plan_digest(mesh, placements, tensors),
-    )
 
 
 class _Rule:
@@ -131,20 +111,6 @@ def parameter_of(name: str) -> str:
     return parts[1] if len(parts) > 1 and parts[0] in ("model", "optimizer") else ""
 
 
-def parameter_stages(
-    fqn: str, stages: Sequence[Sequence[int]], pp: int, tied: bool
-) -> tuple[int, ...] | None:
-    """The pp coordinates that hold a parameter, or None where its name does not tell."""
-    layer = layer_of(fqn)
-    if layer is not None:
-        numbers = (number % pp for number, layers in enumerate(stages) if layer in layers)
-        held = next(numbers, None)
-        return None if held is None else (held,)
-    if fqn == EMBEDDINGS:
-        return (0, pp - 1) if tied and pp > 1 else (0,)
-    return (pp - 1,) if fqn in ("norm.weight", OUTPUT) else None
-
-
 class Pipeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which layers each stage has; stage s is on pp coordinate s % pp, `virtual` on each."""
 
@@ -189,10 +155,3 @@ def relaid_values(values: Mapping[str, Any], layout: Layout, file: str) -> dict[
             parallel["virtual"] = pipeline.virtual
         changed["config"] = config | {"parallel": parallel}
     return changed
-
-
-def split_layers(layers: int, stages: int) -> list[list[int]]:
-    """Consecutive layers for each stage, as even as can be, the larger shares first."""
-    share, extra = divmod(layers, stages)
-    starts = [stage * share + min(stage, extra) for stage in range(stages + 1)]
-    return [list(range(start, end)) for start, end in itertools.pairwise(starts)]

@@ -15,11 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from keepstep.trainer.errors import DataError
+from keepstep.trainer.model_config import IGNORED
 from keepstep.trainer.order import Indices, Order, share
 from keepstep.trainer.tokenfile import TokenFile
-
-IGNORED = -100
-"""The label of a position that has none."""
 
 Ids = npt.NDArray[np.int64]
 

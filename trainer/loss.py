@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100  # a label that says: this position is not part of the loss
+from keepstep.trainer.model_config import IGNORED
 
 
 def loss_sum(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -38,20 +38,17 @@ from keepstep.ckpt.arrays import Array
 from keepstep.ckpt.diff import diff
 from keepstep.ckpt.errors import Corrupt
 from keepstep.ckpt.layout import BadLayout, Layout, mesh_of, parse_layout
-from keepstep.ckpt.llama import parameter_shapes
 from keepstep.ckpt.log import Log
 from keepstep.ckpt.manifest import State
 from keepstep.ckpt.placement import Placement
 from keepstep.ckpt.region import Box
-from keepstep.ckpt.relayout import parameter_stages, relayout, split_layers, structure_of
+from keepstep.ckpt.relayout import relayout
 from keepstep.ckpt.slabs import slabs
-from keepstep.ckpt.structure import HeldTensor
+from keepstep.ckpt.structure import HeldTensor, structure_of
 from keepstep.ckpt.writer import HELD_BYTES_MAX, TargetTaken, begin_run, write_state
 from keepstep.storage.locate import open_store
 from keepstep.storage.memory import MemoryStore
 from keepstep.storage.store import Store
-from keepstep.trainer.layout import pp_coordinates, stage_layers
-from keepstep.trainer.model_config import ParallelConfig
 
 # The property: random tensors and layouts, against the arrays themselves.
 
@@ -118,18 +115,6 @@ def test_placements_are_those_that_the_trainer_gives_in_the_new_layout(
         assert made.structure.aliases == wanted.aliases
         assert set(made.structure.tensors) - set(wanted.tensors) == set()
         assert bool(made.dropped) == (before != layout)
-
-
-@pytest.mark.parametrize(("layers", "pp", "virtual"), [(4, 2, 1), (5, 2, 2), (7, 3, 1), (8, 2, 3)])
-def test_stages_are_those_of_the_trainer(layers: int, pp: int, virtual: int) -> None:
-    parallel = ParallelConfig(pp=pp, virtual=virtual)
-    stages = split_layers(layers, pp * virtual)
-    assert tuple(map(tuple, stages)) == stage_layers(layers, pp * virtual)
-    llama = msgspec.structs.replace(TINY, layers=layers)
-    for tied in (False, True):
-        for fqn in parameter_shapes(msgspec.structs.replace(llama, tied=tied)):
-            held = parameter_stages(fqn, stages, pp, tied)
-            assert held == pp_coordinates(fqn, layers, parallel, tied), fqn
 
 
 def test_values_say_the_new_layout_and_nothing_else_changes() -> None:

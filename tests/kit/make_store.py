@@ -27,8 +27,8 @@ from keepstep.ckpt.manifest import FORMAT_VERSION, Manifest, State
 from keepstep.ckpt.placement import Mesh, MeshAxis, Pin, Placement, Split, mesh_size
 from keepstep.ckpt.plan import Plan
 from keepstep.ckpt.region import Box
-from keepstep.ckpt.relayout import parameter_stages, split_layers, structure_of
-from keepstep.ckpt.structure import HeldTensor, Structure
+from keepstep.ckpt.stages import parameter_stages, split_layers
+from keepstep.ckpt.structure import HeldTensor, Structure, structure_of
 from keepstep.storage.store import Store
 
 TINY = LlamaShape(

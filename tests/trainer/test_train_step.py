@@ -12,9 +12,9 @@ from tests.kit.parity import CASES, LR, Case, reference, slice_of, whole_batch
 from tests.kit.ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
-from keepstep.trainer.loss import IGNORED, loss_sum
+from keepstep.trainer.loss import loss_sum
 from keepstep.trainer.mesh import MeshError, make_grid
-from keepstep.trainer.model_config import ParallelConfig
+from keepstep.trainer.model_config import IGNORED, ParallelConfig
 from keepstep.trainer.train_step import Trainable, build
 
 Arrays = dict[str, np.ndarray[Any, Any]]

@@ -157,6 +157,7 @@ class _Run:
         self._checkpointing = Checkpointing(
             self._saver,
             self._structure,
+            self._store,
             job_name=config.name,
             generation=begun.generation,
             log=self._log,
@@ -167,6 +168,8 @@ class _Run:
         )
         checkpoint_bytes = sum(self._gather(self._saver.size_bytes))
         self._tell_beginning(begun, checkpoint_bytes)
+        # What a killed run left may be all the space that the next save needs.
+        self._checkpointing.collect(leftovers_only=True)
 
     def _tell_beginning(self, begun: Beginning, checkpoint_bytes: int) -> None:
         layout = dict(layout_values(self._job.layout))

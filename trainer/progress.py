@@ -118,8 +118,13 @@ def summary(run_dir: Path, store: str) -> list[str]:
     committed = read_events(run_dir, "checkpoint_committed")
     if not committed:
         return [*lines, "saved: nothing"]
-    retired = {step for event in read_events(run_dir, "retired") for step in event["steps"]}
-    kept = sorted({event["step"] for event in committed} - retired)
+    retired = {
+        tuple(state)
+        for event in read_events(run_dir, "retired")
+        for state in event.get("states", ())
+    }
+    states = {(event["generation"], event["step"]) for event in committed}
+    kept = sorted({step for _, step in states - retired})
     last = committed[-1]
     lines.append(
         f"saved: step{'s' if len(kept) > 1 else ''} {', '.join(map(str, kept))} "

@@ -26,9 +26,18 @@ from keepstep.ckpt.entry import (
     decode_record,
     encode_record,
 )
-from keepstep.ckpt.errors import FormatError, LogError, LogMoved, NewerVersion, Superseded, WrongJob
+from keepstep.ckpt.errors import (
+    FormatError,
+    LogError,
+    LogMoved,
+    NewerVersion,
+    NotRestorable,
+    Superseded,
+    WrongJob,
+)
 from keepstep.ckpt.keys import LOG_PREFIX, EntryKey, entry_key, parse_key
-from keepstep.ckpt.lineage import Fold, Lineage
+from keepstep.ckpt.lineage import Fold, Lineage, state_words
+from keepstep.ckpt.manifest import State
 from keepstep.storage.errors import AlreadyExists, NotFound, OutcomeUnknown, TooLarge, Transient
 from keepstep.storage.store import Store
 
@@ -208,6 +217,28 @@ class Log:
             f"entry {next_seq} of the log in {self._store.url} is another writer's; "
             "read the log and decide again"
         )
+
+    def append_from(self, base: State | None, body: Body) -> Record:
+        """As `append`, but exactly at the place after what shows `base` to be live.
+
+        For what goes on from `base`: between a look at the log and the entry, a collection may
+        have retired it. None: from nothing, which nobody can retire.
+
+        Raises:
+            NotRestorable: `base` is not live any more. Nothing was appended.
+        """
+        for _ in range(_RACES_MAX):
+            lineage = self.read()
+            if base is not None and all(one.state != base for one in lineage.live):
+                raise NotRestorable(
+                    f"{state_words(base)} in {self._store.url} was live, and is not any more: "
+                    "somebody retired or voided it meanwhile; start again"
+                )
+            try:
+                return self.append_if_last(body, lineage.next_seq)
+            except LogMoved:
+                continue
+        raise LogError(self._lost_races("append"))
 
     def _record(self, body: Body, term: int) -> Record:
         job = self._job

@@ -322,8 +322,9 @@ class Beginner:
 
         def append(log: Log) -> Told:
             if passed_over:
-                log.append(Rewind(to=base, reason=passed_over[0][:2000]))
-            log.append(
+                log.append_from(base, Rewind(to=base, reason=passed_over[0][:2000]))
+            log.append_from(
+                base,
                 Generation(
                     number=told.generation,
                     hosts=tuple(hosts),
@@ -331,7 +332,7 @@ class Beginner:
                     base=base,
                     parent=told.parent,
                     config=self._job.tree(),
-                )
+                ),
             )
             return told
 

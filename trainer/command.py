@@ -47,7 +47,7 @@ def train(arguments: Arguments, console: Console) -> None:
     events = Events(run_dir.path, role="launcher")
     if events.repair():
         events.append("repaired", "cut a torn last line off events.jsonl")
-    display = Display(console)
+    display = Display(console, lambda why: events.append("display_lost", why))
     try:
         job = open_job(arguments, config, run_dir)
         warm_up()
@@ -60,7 +60,7 @@ def train(arguments: Arguments, console: Console) -> None:
         display.close()
         events.sync()
         run_dir.release()
-    _print_summary(job, console)
+    display.say(summary(job.run_dir, job.store_url))
 
 
 def _hold(path: Path, run_name: str) -> RunDir:
@@ -124,7 +124,8 @@ def train_under_torchrun(arguments: Arguments, console: Console) -> None:
     setproctitle.setproctitle(process_title(f"rank {rank}", config.run.name))
     store, _, _ = next(iter(rendezvous("env://", rank=rank, world_size=world_size)))
     job = _prepare_together(arguments, config, rank, store)
-    display = Display(console)
+    events = Events(job.run_dir, role="rank", rank=rank)
+    display = Display(console, lambda why: events.append("display_lost", why))
 
     def report(kind: str, **fields: object) -> None:
         if rank == 0:
@@ -141,12 +142,12 @@ def train_under_torchrun(arguments: Arguments, console: Console) -> None:
     try:
         run_rank(job, seat)
     except (TrainerError, CheckpointError, StoreError) as error:
-        Events(job.run_dir, role="rank", rank=rank).append("failed", str(error))
+        events.append("failed", str(error))
         raise
     finally:
         display.close()
     if rank == 0:
-        _print_summary(job, console)
+        display.say(summary(job.run_dir, job.store_url))
 
 
 def _prepare_together(arguments: Arguments, config: Config, rank: int, store: Store) -> Job:
@@ -168,8 +169,3 @@ def _prepare_together(arguments: Arguments, config: Config, rank: int, store: St
     finally:
         store.set(_PREPARED, refused)
     return job
-
-
-def _print_summary(job: Job, console: Console) -> None:
-    for line in summary(job.run_dir, job.store_url):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,44 @@ def mebibytes(size_bytes: float) -> str:
 
 
 class Display:
-    """Shows what rank 0 reports. Starts no thread, so that ranks may be forked beside it."""
+    """Shows what rank 0 reports. Starts no thread, so that ranks may be forked beside it.
 
-    def __init__(self, console: Console) -> None:
+    When nobody can be shown anything any more (the pipe's reader or the terminal is gone, the disk
+    that output goes to is full), the showing ends, and the run does not.
+    """
+
+    def __init__(self, console: Console, on_lost: Callable[[str], None]) -> None:
+        """Show on `console`; `on_lost` is called once, with the reason, if that fails."""
         self._console = console
+        self._on_lost = on_lost
+        self._is_lost = False
         self._bar: Progress | None = None
         self._task: Any = None
 
     def show(self, report: Mapping[str, Any]) -> None:
         """Show one report of a rank, or of the launcher."""
+        with self._losable():
+            self._show(report)
+
+    def say(self, lines: Iterable[str]) -> None:
+        """Print lines as they are."""
+        with self._losable():
+            for line in lines:
+                self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    @contextlib.contextmanager
+    def _losable(self) -> Iterator[None]:
+        self._console.quiet = self._is_lost
+        try:
+            yield
+        except (OSError, SystemExit) as error:  # rich makes SystemExit of a broken pipe
+            self._is_lost = self._console.quiet = True
+            self._bar = None
+            self._on_lost(f"output is shown no more: {error.__context__ or error!s}")
+
+    def _show(self, report: Mapping[str, Any]) -> None:
+        if self._is_lost:
+            return
         if report["kind"] == "step":
             self._step(report)
         elif report["kind"] == "event" and report["event"] not in _QUIET_EVENTS:
@@ -81,8 +111,9 @@ class Display:
 
     def close(self) -> None:
         """Leave the terminal as it was."""
-        if self._bar is not None:
-            self._bar.stop()
+        with self._losable():
+            if self._bar is not None:
+                self._bar.stop()
 
 
 def _event_line(report: Mapping[str, Any]) -> str:

@@ -1,0 +1,73 @@
+"""What a person sees; and that a run goes on when nobody can see it."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from keepstep.trainer.progress import Display
+
+STOP = {"kind": "stop_requested", "reason": "asked by SIGTERM"}
+STEP: dict[str, Any] = {
+    "kind": "step",
+    "step": 1,
+    "steps": 2,
+    "loss": "1.5",
+    "grad_norm": "2.5",
+    "lr": 0.1,
+    "tokens_per_s": 10.0,
+    "step_ms": 3.0,
+    "comm_bytes": {"dp": 1},
+}
+
+
+class Full(io.StringIO):
+    """A file on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_output_on_a_full_disk_ends_the_showing_and_not_the_run(is_terminal: bool) -> None:
+    lost: list[str] = []
+    display = Display(Console(file=Full(), force_terminal=is_terminal), lost.append)
+    for _ in range(3):
+        display.show(STEP)
+        display.show(STOP)
+    display.say(["done"])
+    display.close()
+    assert len(lost) == 1
+    assert "No space left on device" in lost[0]
+
+
+def test_a_reader_that_is_gone_ends_the_showing_and_not_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    lost: list[str] = []
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        display = Display(Console(file=pipe), lost.append)
+        display.show(STOP)
+        display.show(STOP)
+        display.say(["done"])
+        display.close()
+    assert len(lost) == 1
+    assert "Broken pipe" in lost[0]
+
+
+def test_steps_and_lines_are_shown() -> None:
+    file, lost = io.StringIO(), list[str]()
+    display = Display(Console(file=file), lost.append)
+    display.show(STEP)
+    display.say(["run: x"])
+    assert "step 1/2  loss 1.5000" in file.getvalue()
+    assert file.getvalue().endswith("run: x\n")
+    assert lost == []

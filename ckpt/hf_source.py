@@ -16,6 +16,7 @@ import msgspec
 
 from keepstep.ckpt.document import decode, shortened
 from keepstep.ckpt.errors import FormatError
+from keepstep.ckpt.foreign import SNIFF_BYTES
 from keepstep.ckpt.hf_config import (
     CONFIG_BYTES_MAX,
     CONFIG_FILE,
@@ -35,7 +36,6 @@ from keepstep.ckpt.safetensors_file import (
 )
 from keepstep.storage.keys import is_segment
 
-_SNIFF_BYTES = 64
 _FILES_MAX = 10_000
 _INVERSE_FREQUENCIES = ".rotary_emb.inv_freq"
 
@@ -128,7 +128,7 @@ def _in_file(path: Path) -> dict[str, HfWeight]:
     """The tensors that one safetensors file says it has."""
     with _opened(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
-        length = header_length(file.read(_SNIFF_BYTES), size_bytes, path.name)
+        length = header_length(file.read(SNIFF_BYTES), size_bytes, path.name)
         file.seek(LENGTH_BYTES)
         header = file.read(length)
     stored = parse_header(header, size_bytes, path.name)

@@ -36,8 +36,7 @@ from keepstep.ckpt.manifest import (
 from keepstep.ckpt.names import check_job, check_name
 from keepstep.ckpt.placement import DIMS_MAX, Mesh, check_mesh, mesh_size
 from keepstep.ckpt.region import Box
-
-LENGTH_BYTES = 8
+from keepstep.ckpt.safetensors_file import LENGTH_BYTES
 
 CHUNKS_AT = LENGTH_BYTES + len('{"__metadata__":{"chunks":"')
 """Where the checksums begin in the file."""

@@ -18,12 +18,12 @@ from msgspec import UNSET, UnsetType
 from keepstep.ckpt.checksum import CHUNK_DIGITS, chunk_count
 from keepstep.ckpt.document import check_distinct_keys, explained, first_fault, shortened
 from keepstep.ckpt.errors import CheckpointError, Foreign, FormatError, NewerVersion
-from keepstep.ckpt.foreign import seems
-from keepstep.ckpt.image import LENGTH_BYTES, ImageHeader, build, seal
+from keepstep.ckpt.image import ImageHeader, build, seal
 from keepstep.ckpt.keys import parse_state_name
 from keepstep.ckpt.manifest import EXTENT_MAX, FORMAT_VERSION, HEADER_BYTES_MAX
 from keepstep.ckpt.placement import DIMS_MAX, Mesh, MeshAxis
 from keepstep.ckpt.region import Box
+from keepstep.ckpt.safetensors_file import LENGTH_BYTES, header_length
 from keepstep.storage.store import Buffer
 
 # Refused before it is decoded: a list of 10^7 numbers would take 100 times its length in memory.
@@ -85,22 +85,8 @@ def header_size(head: Buffer, file: str, size_bytes: int) -> int:
 
     Raises FormatError if that is no image: too short, too long a header, another kind of file.
     """
-    kind = seems(head)
-    if kind is not None:
-        raise Foreign(file, "", "an image (safetensors)", kind)
-    if size_bytes < LENGTH_BYTES or len(head) < LENGTH_BYTES:
-        raise FormatError(file, "", f"at least {LENGTH_BYTES} bytes", f"{size_bytes}: truncated")
-    length = int.from_bytes(bytes(head[:LENGTH_BYTES]), "little")
-    if length > HEADER_BYTES_MAX:
-        raise FormatError(file, "header length", f"at most {HEADER_BYTES_MAX} bytes", f"{length}")
-    if LENGTH_BYTES + length > size_bytes:
-        raise FormatError(
-            file,
-            "header length",
-            f"at most the {size_bytes - LENGTH_BYTES} bytes that follow it",
-            f"{length}: truncated, or not an image",
-        )
-    return LENGTH_BYTES + length
+    what = "an image (safetensors)"
+    return LENGTH_BYTES + header_length(head, size_bytes, file, what, HEADER_BYTES_MAX)
 
 
 def parse(data: Buffer, file: str, size_bytes: int | None = None) -> ImageHeader:

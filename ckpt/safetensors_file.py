@@ -17,6 +17,7 @@ from keepstep.ckpt.dtypes import DTYPES
 from keepstep.ckpt.errors import Foreign, FormatError
 from keepstep.ckpt.foreign import seems
 from keepstep.ckpt.placement import DIMS_MAX
+from keepstep.storage.store import Buffer
 
 LENGTH_BYTES = 8
 HEADER_BYTES_MAX = 25_000_000
@@ -40,7 +41,13 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     data_offsets: tuple[int, int]
 
 
-def header_length(head: bytes, size_bytes: int, file: str) -> int:
+def header_length(
+    head: Buffer,
+    size_bytes: int,
+    file: str,
+    what: str = "a safetensors file",
+    length_max: int = HEADER_BYTES_MAX,
+) -> int:
     """The length of the JSON header, from the first bytes of a file of `size_bytes`.
 
     Raises:
@@ -49,13 +56,19 @@ def header_length(head: bytes, size_bytes: int, file: str) -> int:
     """
     kind = seems(head)
     if kind is not None:
-        raise Foreign(file, "", "a safetensors file", kind)
+        raise Foreign(file, "", what, kind)
     if len(head) < LENGTH_BYTES:
-        raise FormatError(file, "", "a safetensors file", f"only {size_bytes} bytes")
-    length = int.from_bytes(head[:LENGTH_BYTES], "little")
-    most = min(HEADER_BYTES_MAX, size_bytes - LENGTH_BYTES)
-    if length > most:
-        raise FormatError(file, "header length", f"at most {most} bytes", f"{length}")
+        raise FormatError(file, "", f"at least {LENGTH_BYTES} bytes", f"{size_bytes}: truncated")
+    length = int.from_bytes(bytes(head[:LENGTH_BYTES]), "little")
+    if length > length_max:
+        raise FormatError(file, "header length", f"at most {length_max} bytes", f"{length}")
+    if LENGTH_BYTES + length > size_bytes:
+        raise FormatError(
+            file,
+            "header length",
+            f"at most the {size_bytes - LENGTH_BYTES} bytes that follow it",
+            f"{length}: truncated, or not {what}",
+        )
     return length
 
 

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import msgspec
 
 from keepstep.ckpt.checksum import CHUNK_BYTES, CHUNK_DIGITS, chunk_count, chunk_digests, digest128
-from keepstep.ckpt.image import CHUNKS_AT, LENGTH_BYTES, ImageHeader, build, items_of
+from keepstep.ckpt.image import CHUNKS_AT, ImageHeader, build, items_of
 from keepstep.ckpt.keys import image_key
 from keepstep.ckpt.manifest import ImageRecord, Manifest
 from keepstep.ckpt.plan import Plan
+from keepstep.ckpt.safetensors_file import LENGTH_BYTES
 from keepstep.storage.errors import NotFound
 from keepstep.storage.store import Store
 

@@ -392,8 +392,8 @@ def entry(**change: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
-        (b"", "only 0 bytes"),
-        (b"\x10\0\0", "only 3 bytes"),
+        (b"", "at least 8 bytes, found 0"),
+        (b"\x10\0\0", "at least 8 bytes, found 3"),
         ((10**12).to_bytes(8, "little") + b"{}", "header length: expected at most"),
         (b"PK\x03\x04" + bytes(60), "zip archive"),
         (b"\x80\x04\x95" + bytes(60), "pickle"),

@@ -31,7 +31,7 @@ from keepstep.ckpt.log import read_entry
 from keepstep.ckpt.manifest import MANIFEST_BYTES_MAX, Manifest, State, decode_manifest
 from keepstep.ckpt.plan import Plan
 from keepstep.ckpt.verify_image import Finding, check_image
-from keepstep.storage.errors import NotFound, TooLarge
+from keepstep.storage.errors import NotFound, Permanent, TooLarge
 from keepstep.storage.store import ObjectInfo, Store
 
 THREADS = 4
@@ -136,6 +136,11 @@ def _read_log(store: Store, findings: list[Finding]) -> list[Record]:
             findings.append(Finding(key, "entry", (), error.expected, error.found))
             seq += 1
             continue
+        except Permanent as error:
+            found = f"what cannot be read: {error}"
+            findings.append(Finding(key, "file", (), f"entry {seq} of the log", found))
+            seq += 1
+            continue
         if record is None and seq > last:
             return records
         if record is None:
@@ -158,6 +163,10 @@ def _check_state(
         return
     except TooLarge as error:
         yield Finding(key, "file", (), f"at most {MANIFEST_BYTES_MAX} bytes", str(error))
+        return
+    except Permanent as error:
+        found = f"what cannot be read: {error}"
+        yield Finding(key, "file", (), f"the manifest of entry {commit.seq}", found)
         return
     tally.total_bytes += len(data)
     tally.add(key, len(data))
@@ -229,7 +238,7 @@ def _ranks_of(store: Store, state: State) -> set[int] | None:
     key = manifest_key(state)
     try:
         manifest = decode_manifest(store.get(key, MANIFEST_BYTES_MAX), key)
-    except (NotFound, TooLarge, FormatError):
+    except (Permanent, FormatError):
         return None
     return {image.rank for image in manifest.images}
 

@@ -22,7 +22,7 @@ from keepstep.ckpt.keys import image_key
 from keepstep.ckpt.manifest import ImageRecord, Manifest
 from keepstep.ckpt.plan import Plan
 from keepstep.ckpt.safetensors_file import LENGTH_BYTES
-from keepstep.storage.errors import NotFound
+from keepstep.storage.errors import NotFound, Permanent
 from keepstep.storage.store import Store
 
 SPAN_BYTES = 8 * CHUNK_BYTES
@@ -79,6 +79,10 @@ def check_image(
         size_bytes = store.stat(file).size_bytes
     except NotFound:
         found = "no such file"
+        yield Finding(file, "file", tuple(planned.items), f"{record.size_bytes} bytes", found)
+        return
+    except Permanent as error:
+        found = f"what cannot be read: {error}"
         yield Finding(file, "file", tuple(planned.items), f"{record.size_bytes} bytes", found)
         return
     if size_bytes != record.size_bytes:

@@ -141,8 +141,8 @@ def train_under_torchrun(arguments: Arguments, console: Console) -> None:
     )
     try:
         run_rank(job, seat)
-    except (TrainerError, CheckpointError, StoreError) as error:
-        events.append("failed", str(error))
+    except (TrainerError, CheckpointError, StoreError, RuntimeError) as error:
+        events.append("failed", str(error))  # RuntimeError: torch's, as when a peer is gone
         raise
     finally:
         display.close()

@@ -260,7 +260,7 @@ class _Minder:
         self._on_report({"kind": "stop_requested", "reason": f"asked by {name}"})
         if 0 in self._ranks:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._ranks[0].pidfd, signal.SIGTERM)
+                signal.pidfd_send_signal(self._ranks[0].pidfd, signal.Signals[name])
 
     def wait(self) -> None:
         """Until all ranks have ended. Raises RankFailed, or ResumeRefused, with the first cause."""

@@ -292,7 +292,9 @@ class Beginner:
             options = Options(prefixes=prefixes)
             staged = stage(self._registry, self._structure, manifest, store, options, self._arena)
         except StructureMismatch as error:
-            hint = "" if parent.weights_only else "; for the weights alone give --weights-only"
+            names = (*error.missing, *error.unexpected, *error.changed)
+            is_other_model = any(name.startswith("model/") for name in names)
+            hint = "" if is_other_model else "; for the weights alone give --weights-only"
             problem = f"{error}{hint}"
         except (CheckpointError, StoreError) as error:
             problem = str(error)

@@ -33,7 +33,8 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None and self._exit_on_second:
             os._exit(128 + number)
-        self._signal = number
+        if self._signal is None:  # the first says who asked; what is passed on comes after it
+            self._signal = number
 
     @property
     def is_requested(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from keepstep.ckpt.lineage import Lineage
 from keepstep.ckpt.manifest import TensorSpec, decode_manifest
 from keepstep.ckpt.verify import Progress, verify
 from keepstep.ckpt.verify_image import Finding
+from keepstep.storage.file import FileStore
 from keepstep.storage.memory import MemoryStore
 
 S10 = state(1, 10)
@@ -184,6 +186,23 @@ def test_missing_files_are_named() -> None:
     assert findings[0].tensors
     store.delete(manifest_key(S10))
     assert [each.file for each in verify(store).findings] == [manifest_key(S10)]
+
+
+@pytest.mark.parametrize("which", ["log/000000/000000000", "manifest.json", "r00001.safetensors"])
+def test_a_file_that_cannot_be_read_is_a_finding_and_the_rest_is_read(
+    which: str, tmp_path: Path
+) -> None:
+    root, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    root.mkdir()
+    log = begin(FileStore(root))
+    save(log, state(1, 1))
+    (broken,) = [path for path in root.rglob("*") if str(path).endswith(which)]
+    broken.rename(elsewhere)
+    broken.symlink_to(elsewhere)
+    report = verify(FileStore(root))
+    found = [one for one in report.findings if one.part == "file"]
+    assert [one.file for one in found] == [str(broken.relative_to(root))]
+    assert "link" in found[0].found
 
 
 def test_a_missing_and_a_damaged_entry_are_both_named_and_the_rest_is_read() -> None:

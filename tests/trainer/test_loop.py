@@ -151,7 +151,7 @@ def test_a_signal_finishes_the_step_commits_and_ends_well(
     last = read_metrics(run_dir)[-1]["step"]
     assert committed_steps(run_dir)[-1] == last
     assert read_events(run_dir)[-1]["event"] == "stopped"
-    assert "asked by" in read_events(run_dir)[-1]["reason"]
+    assert f"asked by {number.name}" in read_events(run_dir)[-1]["reason"]
     text = output.read_text()
     assert f"stopping: asked by {number.name}" in text
     assert f"stopped at step {last}" in text

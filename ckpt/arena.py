@@ -20,31 +20,34 @@ class ArenaTooLarge(MemoryError):
 
 
 class Arena:
-    """Page-aligned anonymous memory of at least `size_bytes`, every page touched.
+    """Page-aligned anonymous memory of at least `size_bytes`, every page of these touched.
 
     Args:
-        size_bytes: what must fit; `capacity_bytes` is that, rounded up to whole pages.
+        size_bytes: what must fit.
         what: who needs it, for the message of the error.
+        spare_bytes: more room behind it that costs no memory until it is used. `capacity_bytes` is
+            both together, in whole pages.
 
     Raises:
         ArenaTooLarge: before anything is allocated, if the memory that the system calls available
             is too small.
     """
 
-    def __init__(self, size_bytes: int, what: str = "an image") -> None:
-        self.capacity_bytes = max(1, -(-size_bytes // PAGE_BYTES)) * PAGE_BYTES
+    def __init__(self, size_bytes: int, what: str = "an image", spare_bytes: int = 0) -> None:
+        touched_bytes = max(1, -(-size_bytes // PAGE_BYTES)) * PAGE_BYTES
+        self.capacity_bytes = touched_bytes + -(-spare_bytes // PAGE_BYTES) * PAGE_BYTES
         available_bytes = _available_bytes()
-        if self.capacity_bytes + _HEADROOM_BYTES > available_bytes:
+        if touched_bytes + _HEADROOM_BYTES > available_bytes:
             raise ArenaTooLarge(
-                f"{what} needs an arena of {self.capacity_bytes:,} bytes, but only "
+                f"{what} needs an arena of {touched_bytes:,} bytes, but only "
                 f"{available_bytes:,} bytes of memory are available (of which "
                 f"{_HEADROOM_BYTES:,} are left free); use fewer ranks a host, or more memory"
             )
         self.view = memoryview(mmap.mmap(-1, self.capacity_bytes))
         """All of it, writable."""
-        zeros = bytes(min(_TOUCH_BYTES, self.capacity_bytes))
-        for start in range(0, self.capacity_bytes, _TOUCH_BYTES):
-            end = min(start + _TOUCH_BYTES, self.capacity_bytes)
+        zeros = bytes(min(_TOUCH_BYTES, touched_bytes))
+        for start in range(0, touched_bytes, _TOUCH_BYTES):
+            end = min(start + _TOUCH_BYTES, touched_bytes)
             self.view[start:end] = zeros[: end - start]
 
     def close(self) -> None:

@@ -62,9 +62,11 @@ def fetch(
     headers: Mapping[int, ImageHeader],
     plan: ReadPlan,
     target: memoryview,
-    threads: int = 2,
+    threads: int = 1,
 ) -> None:
     """Carry out the reads of `plan` into `target`, and check every chunk. Blocking.
+
+    More threads than this rank's share of the host's cores only hinder the other ranks.
 
     Raises:
         Corrupt: naming file, tensors, offset, expected and found checksum of the first bad chunk.

@@ -73,6 +73,7 @@ def stage(
     store: Store,
     options: Options = _EXACT,
     arena: Arena | None = None,
+    threads: int = 1,
 ) -> Staged:
     """Read and verify what this rank needs of a checkpoint. Blocking; changes nothing.
 
@@ -84,6 +85,7 @@ def stage(
         options: what may differ.
         arena: memory to stage in (a saver's, while it does not save); if it is None or too small,
             an own one is made.
+        threads: that read and check; no more than this rank's share of the host's cores.
 
     Raises:
         StructureMismatch: listing what is missing, unexpected or changed.
@@ -105,7 +107,7 @@ def stage(
     own_arena = None
     if arena is None or arena.capacity_bytes < reads.stage_bytes:
         arena = own_arena = Arena(reads.stage_bytes, f"the restore of rank {registry.rank}")
-    fetch(store, manifest, headers, reads, arena.view)
+    fetch(store, manifest, headers, reads, arena.view, threads)
     application = Application(registry, reads.pieces, arena.view, values)
     return Staged(application, sum(read.size_bytes for read in reads.reads), own_arena)
 

@@ -175,6 +175,8 @@ class Plan:
         self._groups: dict[tuple[int, ...], dict[Coords, list[int]]] = {}
         self._lines: dict[Coords, _Line] = {}
         self._leaf_lines: dict[tuple[int, tuple[int, ...]], _Line] = {}
+        # Most tensors of a model share a few shapes, and a rank needs the same box of them.
+        self._leaves: dict[tuple[int, tuple[int, ...], Box], tuple[tuple[int, ...], ...]] = {}
 
     def owned(self, rank: int) -> dict[str, Box]:
         """The box of each tensor that `rank` writes, in global coordinates. None is empty.
@@ -202,7 +204,11 @@ class Plan:
         """
         spec = self._tensors[region.name]
         found = []
-        for coords in self._coords_over(spec, region.box):
+        key = (spec.placement, spec.shape, region.box)
+        leaves = self._leaves.get(key)
+        if leaves is None:
+            leaves = self._leaves[key] = tuple(self._coords_over(spec, region.box))
+        for coords in leaves:
             line = self._leaf_line(spec.placement, coords)
             index = bisect_left(line.names, region.name)
             first = bisect_right(line.cuts, line.starts[index]) - 1

@@ -51,7 +51,9 @@ class Saver:
         start = State(generation=0, step=0)
         self._header = build(job, start, registry.rank, mesh, structure.digest, items)
         self._owns_bytes = self._header.data_bytes > 0
-        self.arena = Arena(self.size_bytes, f"the image of rank {registry.rank}")
+        # A restore needs a little more than the image: the chunks around what other ranks own.
+        spare_bytes = self.size_bytes // 8 + (64 << 20)
+        self.arena = Arena(self.size_bytes, f"the image of rank {registry.rank}", spare_bytes)
         """The image's memory. Free for other use (a restore) while no save is going on."""
         self._capture = Capture(registry, self._header, self.arena.view)
         self._captured: State | None = None

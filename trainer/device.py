@@ -37,6 +37,12 @@ class Device:
         return torch.cuda.get_device_name(self.device) if self.type == "cuda" else "cpu"
 
 
+def cores_per_rank() -> int:
+    """This rank's share of the host's cores, at least one."""
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // local_world)
+
+
 def choose(choice: DeviceChoice = "auto", local_rank: int | None = None) -> Device:
     """CUDA with NCCL, one GPU a rank, where there is a GPU for this rank; else CPU with gloo.
 

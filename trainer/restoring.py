@@ -38,12 +38,15 @@ from keepstep.storage.errors import StoreError
 from keepstep.storage.locate import open_store
 from keepstep.storage.store import Store
 from keepstep.trainer.attempt import Attempt, attempt, is_damage
+from keepstep.trainer.device import cores_per_rank
 from keepstep.trainer.errors import ResumeRefused, TrainerError
 from keepstep.trainer.job import Job
 from keepstep.trainer.resume import check_resumable
 from keepstep.trainer.train_step import Trainable
 
 T = TypeVar("T")
+
+_FETCH_THREADS_MAX = 4
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -276,8 +279,12 @@ class Beginner:
         if manifest is None:
             return None, Attempt(damage=read.damage, trouble=read.trouble)
         self._check_manifest(manifest)
-        return manifest, attempt(
-            lambda: stage(self._registry, self._structure, manifest, self._store, arena=self._arena)
+        return manifest, attempt(lambda: self._stage(manifest, self._store, Options()))
+
+    def _stage(self, manifest: Manifest, store: Store, options: Options) -> Staged:
+        threads = min(_FETCH_THREADS_MAX, cores_per_rank())
+        return stage(
+            self._registry, self._structure, manifest, store, options, self._arena, threads
         )
 
     def _take_parent(self, told: Told) -> int:
@@ -290,7 +297,7 @@ class Beginner:
             store = open_store(parent.store)
             manifest = _manifest(store, parent.state)
             options = Options(prefixes=prefixes)
-            staged = stage(self._registry, self._structure, manifest, store, options, self._arena)
+            staged = self._stage(manifest, store, options)
         except StructureMismatch as error:
             names = (*error.missing, *error.unexpected, *error.changed)
             is_other_model = any(name.startswith("model/") for name in names)

@@ -266,8 +266,12 @@ def test_a_store_that_cannot_put_if_absent_is_refused() -> None:
         def capabilities(self) -> Capabilities:
             return Capabilities(put_if_absent=False, durable=True)
 
+    store = Plain()
+    begun(store)
     with pytest.raises(LogError, match=r"only if its name is free"):
-        open_log(Plain())
+        open_log(store).take_term("trainer")
+    with pytest.raises(LogError, match=r"only if its name is free"):
+        open_log(store).append_if_last(End(reason="done"), 2)
 
 
 def damaged(store: MemoryStore, seq: int, data: bytes) -> None:

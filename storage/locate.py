@@ -114,9 +114,10 @@ def _open_s3(rest: str, create: bool) -> Store:
     single_writer = _is_single_writer(text, query)
     try:
         from keepstep.storage.s3 import S3Store
+        from keepstep.storage.s3_client import S3Client
     except ImportError as error:
         raise _missing(text, error) from error
-    inner = S3Store(bucket, prefix, single_writer=single_writer)
+    inner = S3Store(S3Client(bucket), prefix, single_writer=single_writer)
     store = _patient(inner)
     if create:
         _ = store.capabilities  # leaves the mark

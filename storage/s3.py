@@ -26,7 +26,7 @@ from keepstep.storage.errors import (
     Truncated,
 )
 from keepstep.storage.keys import check_key, check_prefix, is_key
-from keepstep.storage.s3_client import Answer, Arguments, S3Client, S3Options
+from keepstep.storage.s3_client import Answer, Arguments, S3Client
 from keepstep.storage.s3_errors import Call
 from keepstep.storage.s3_upload import Upload, md5_base64, part_size
 from keepstep.storage.store import Buffer, Capabilities, ObjectInfo, SingleWriterWarning
@@ -46,31 +46,29 @@ _CONTENT_RANGE = re.compile(r"bytes (?P<first>\d+)-\d+/(?P<total>\d+)")
 class S3Store:
     """Objects under a prefix of a bucket, which must exist.
 
-    Endpoint, region and credentials come from where botocore looks for them: the environment
-    (AWS_ENDPOINT_URL_S3, AWS_ACCESS_KEY_ID, AWS_PROFILE, ...), ~/.aws, or the host's role.
     Safe between threads, processes and hosts. Not to be used across a fork.
 
     Args:
-        bucket: its name.
+        client: of the bucket; several stores may share it.
         prefix: "" or a key; the store's objects are below it.
         single_writer: where the server ignores the conditions of conditional puts, do without
             them. Two runs that write here at the same time then overwrite each other's log.
-        options: sizes and time-outs.
     """
 
     def __init__(
         self,
-        bucket: str,
+        client: S3Client,
         prefix: str = "",
         *,
         single_writer: bool = False,
-        options: S3Options | None = None,
     ) -> None:
-        self._options = options or S3Options()
-        self._client = S3Client(bucket, self._options)
+        self._client = client
+        self._options = client.options
         self._prefix = prefix + "/" if prefix else ""
         self._single_writer = single_writer
-        self._url = f"s3://{bucket}/{prefix}" + ("?single_writer=true" if single_writer else "")
+        self._url = f"s3://{client.bucket}/{prefix}" + (
+            "?single_writer=true" if single_writer else ""
+        )
         self._lock = threading.Lock()
         self._honours_conditions: bool | None = None
 
@@ -97,10 +95,6 @@ class S3Store:
             call, "list_objects_v2", {"Prefix": self._prefix, "MaxKeys": 1}
         )
         return bool(page.get("Contents"))
-
-    def close(self) -> None:
-        """Close the connections; a later call opens new ones."""
-        self._client.close()
 
     # Writing.
 

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 import s3fs
 from fsspec.asyn import sync
 
-from keepstep.storage.errors import Throttled
+from keepstep.storage.errors import StoreError, Throttled
 from keepstep.storage.retry import RetryPolicy
 from keepstep.storage.s3_errors import FAILURES, Call, translate
 from keepstep.storage.throttle import Throttle
@@ -59,11 +59,15 @@ class S3Options:
 
 
 class S3Client:
-    """Requests to one bucket. Safe between threads; not to be used across a fork."""
+    """Requests to one bucket. Safe between threads; not to be used across a fork.
 
-    def __init__(self, bucket: str, options: S3Options) -> None:
+    Endpoint, region and credentials come from where botocore looks for them: the environment
+    (AWS_ENDPOINT_URL_S3, AWS_ACCESS_KEY_ID, AWS_PROFILE, ...), ~/.aws, or the host's role.
+    """
+
+    def __init__(self, bucket: str, options: S3Options | None = None) -> None:
         self.bucket = bucket
-        self.options = options
+        self.options = options = options or S3Options()
         self.slots = threading.BoundedSemaphore(options.parts_at_once)
         """One for each part in flight; whoever holds one holds a part's memory."""
         self._throttle = Throttle()
@@ -126,6 +130,8 @@ class S3Client:
                 client = await self._file_system(once=once).set_session()
                 answer = await getattr(client, method)(Bucket=self.bucket, **arguments)
                 result = await read(answer)
+        except StoreError:
+            raise  # some of them are OSErrors as well
         except FAILURES as error:
             typed = translate(error, call)
             if isinstance(typed, Throttled):
@@ -162,7 +168,7 @@ class S3Client:
                 "max_pool_connections": 2 * options.parts_at_once + 8,
                 "connect_timeout": options.connect_timeout_s,
                 "read_timeout": options.silence_timeout_s,
-                "connector_args": {"force_close": once},
+                "connector_args": {"force_close": True, "keepalive_timeout": None} if once else {},
                 # Content-MD5 is what every server checks; a second checksum would be paid for too.
                 "request_checksum_calculation": "when_required",
                 "response_checksum_validation": "when_required",

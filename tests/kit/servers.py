@@ -18,14 +18,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.kit.s3_raw import RawS3
+
+    from keepstep.storage.s3_client import S3Client, S3Options
 
 ACCESS_KEY = "tests-access-key"
 SECRET_KEY = "tests-secret-key-that-must-not-be-printed"
 BUCKET = "tests"
+PART_BYTES = 5 << 20
 _READY_S = 40.0
-_STOP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,36 @@ class Server:
     def environment(self) -> dict[str, str]:
         """What a client needs to know, as the usual variables."""
         return client_environment(self.endpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A server, and clients of its bucket: slow to make, so that tests share them."""
+
+    server: Server
+    client: S3Client
+    raw: RawS3
+
+
+@contextmanager
+def place(server: Server) -> Iterator[Place]:
+    """Clients of `server`. The store's own one looks at the environment when it is first used."""
+    from tests.kit.s3_raw import RawS3
+
+    from keepstep.storage.s3_client import S3Client
+
+    with RawS3(server.endpoint) as raw:
+        client = S3Client(BUCKET, small_options())
+        yield Place(server, client, raw)
+        client.close()
+
+
+def small_options() -> S3Options:
+    """The least parts that a server takes, and listings of several pages."""
+    from keepstep.storage.retry import RetryPolicy
+    from keepstep.storage.s3_client import S3Options
+
+    return S3Options(part_bytes=PART_BYTES, page_keys=7, retry=RetryPolicy(deadline_s=5.0))
 
 
 def client_environment(endpoint: str) -> dict[str, str]:
@@ -161,14 +197,10 @@ def _running(
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
+    """At once: what it stored is thrown away."""
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _wait_until_ready(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:

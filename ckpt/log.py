@@ -282,9 +282,9 @@ class Log:
         """Only writers ask: a store may have to be written to, to find out."""
         if not self._patiently(lambda: self._store.capabilities).put_if_absent:
             raise LogError(
-                f"{self._store.url} cannot write an object only if its name is free (put-if-absent), "
-                "so two runs could overwrite each other's log there; use another store, or, if only "
-                "one run ever writes there, add ?single_writer=true to the URL of a bucket"
+                f"{self._store.url} cannot write an object only if its name is free "
+                "(put-if-absent), so two runs could overwrite each other's log there; use another "
+                "store, or, if only one run ever writes there, add ?single_writer=true to its URL"
             )
 
     def _check_not_superseded(self) -> None:

@@ -202,9 +202,9 @@ class FsspecStore:
         """See `Store.stat`."""
         check_key(key, operation="stat", where=self.url)
         with self._typed("stat", key):
-            info = self._fs.info(self._full(key))
-            if info["type"] != "file":
+            if not self._fs.isfile(self._full(key)):
                 raise FileNotFoundError(errno.ENOENT, "no such object")
+            info = self._fs.info(self._full(key))
             return ObjectInfo(key, info["size"], _modified_s(info))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:

@@ -20,6 +20,7 @@ from typing import NoReturn, TypeVar
 import tenacity
 
 from keepstep.storage.errors import OutcomeUnknown, StoreError, Throttled, Transient
+from keepstep.storage.keys import check_prefix
 from keepstep.storage.store import Buffer, Capabilities, ObjectInfo, Store
 
 T = TypeVar("T")
@@ -198,7 +199,8 @@ class RetryingStore:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `Store.list`. After a failure it goes on behind the last key that was given out."""
-        return self._listing(prefix, self._inner.list(prefix))
+        check_prefix(prefix, operation="list", where=self.url)
+        return self._listing(prefix)
 
     def delete(self, key: str) -> None:
         """See `Store.delete`."""
@@ -206,14 +208,10 @@ class RetryingStore:
 
     def leftovers(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `Store.leftovers`."""
-        first = [self._inner.leftovers(prefix)]
-
-        def read() -> Iterator[ObjectInfo]:
-            found = first.pop() if first else self._inner.leftovers(prefix)
-            return iter(tuple(found))
+        check_prefix(prefix, operation="leftovers", where=self.url)
 
         def lazily() -> Iterator[ObjectInfo]:
-            yield from self._do("leftovers", read)
+            yield from self._do("leftovers", lambda: tuple(self._inner.leftovers(prefix)))
 
         return lazily()
 
@@ -225,15 +223,14 @@ class RetryingStore:
         repeats = operation in self._repeats_unknown
         return self._policy.call(call, repeats_unknown=repeats, sleep=self._sleep)
 
-    def _listing(self, prefix: str, first: Iterator[ObjectInfo]) -> Iterator[ObjectInfo]:
-        source: Iterator[ObjectInfo] | None = first
+    def _listing(self, prefix: str) -> Iterator[ObjectInfo]:
+        source: Iterator[ObjectInfo] | None = None
         last = ""
 
         def following() -> ObjectInfo | None:
             nonlocal source
-            if source is None:  # the last try failed: a generator that raised is spent
-                source = self._inner.list(prefix)
-            going, source = source, None
+            # A generator that raised is spent: unless all went well, the next try begins anew.
+            going, source = source or self._inner.list(prefix), None
             found = next((info for info in going if info.key > last), None)
             source = going
             return found

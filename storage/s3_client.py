@@ -1,10 +1,10 @@
 """Requests to one S3 bucket, with typed errors and one pace for all of them.
 
 s3fs finds the credentials, makes the client, and owns the thread on which its event loop runs. The
-requests go to the client itself: s3fs would repeat some of them, and botocore too, and a
-conditional put that somebody repeats after a lost answer finds its own object and calls it
-another's. aiohttp repeats a PUT when a connection that it used before turns out to be closed; so
-what must be sent at most once goes by a second client, which uses each connection once.
+requests go to the client itself: s3fs would repeat some of them, botocore too, and aiohttp sends a
+PUT again when its connection breaks. A conditional put that somebody repeats after a lost answer
+finds its own object and calls it another's; so what must be sent at most once goes by a second
+client, whose connections serve one request each and repeat nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
+import aiohttp
 import s3fs
+from aiobotocore.httpsession import AIOHTTPSession
 from fsspec.asyn import sync
 
 from keepstep.storage.errors import StoreError, Throttled
@@ -32,6 +34,21 @@ Answer: TypeAlias = dict[str, Any]
 """What a server answered, as botocore parsed it."""
 
 PARTS_MAX = 10_000
+
+
+class _OnceSession(AIOHTTPSession):  # type: ignore[misc]
+    """Sends each request once. aiohttp has no public switch for it; a test counts the requests."""
+
+    async def _get_session(self, proxy_url: str | None) -> aiohttp.ClientSession:
+        session: aiohttp.ClientSession = await super()._get_session(proxy_url)
+        session._retry_connection = False
+        return session
+
+
+_ONCE = {
+    "connector_args": {"force_close": True, "keepalive_timeout": None},
+    "http_session_cls": _OnceSession,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +185,7 @@ class S3Client:
                 "max_pool_connections": 2 * options.parts_at_once + 8,
                 "connect_timeout": options.connect_timeout_s,
                 "read_timeout": options.silence_timeout_s,
-                "connector_args": {"force_close": True, "keepalive_timeout": None} if once else {},
+                **(_ONCE if once else {}),
                 # Content-MD5 is what every server checks; a second checksum would be paid for too.
                 "request_checksum_calculation": "when_required",
                 "response_checksum_validation": "when_required",

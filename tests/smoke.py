@@ -37,11 +37,15 @@ def main() -> None:
     dist, programs = Path(sys.argv[1]), Path(sys.argv[2])
     check_wheel(dist)
     keepstep = str(programs / "keepstep")
-    Path("storage.py").write_text("raise SystemExit('a file of the user shadowed a room of ours')\n")
+    Path("storage.py").write_text(
+        "raise SystemExit('a file of the user shadowed a room of ours')\n"
+    )
     train = (keepstep, "train", "--run-dir", "run", "--checkpoint-every", "2")
     run(*train, "--steps", "4", "--layout", "dp=2,tp=2,pp=1")
     run(*train, "--steps", "6", "--layout", "dp=1,tp=1,pp=2")
-    steps = [json.loads(line)["step"] for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"] for line in Path("run/metrics.jsonl").read_text().splitlines()
+    ]
     assert steps == [1, 2, 3, 4, 5, 6], steps
     run(keepstep, "verify", "run/store")
     run(keepstep, "reshard", "run/store@6", "other", "--layout", "dp=2,tp=1,pp=1")

@@ -10,9 +10,9 @@ import asyncio
 import socket
 import struct
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -106,6 +106,9 @@ class S3Proxy:
         self._late: list[Future[None]] = []
         self.requests: list[tuple[str, str]] = []
         """Method and target of each request so far."""
+        self.puts_now = 0
+        self.puts_at_once = 0
+        """The most PUTs that were under way together, so far."""
 
     def __enter__(self) -> S3Proxy:
         self._loop = asyncio.new_event_loop()
@@ -130,6 +133,7 @@ class S3Proxy:
         with self._lock:
             self._faults = [_Counted(fault) for fault in faults]
             self.requests = []
+            self.puts_at_once = 0
 
     def wait_for_late(self) -> None:
         """Until everything that lands late has landed."""
@@ -153,12 +157,24 @@ class S3Proxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while (request := await _read_request(reader, writer)) is not None:
-                if not await self._answer(request, writer):
+                with self._counted(request.first_line[0]):
+                    goes_on = await self._answer(request, writer)
+                if not goes_on:
                     break
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             return  # the client, the server behind, or the test has gone
         finally:
             writer.close()
+
+    @contextmanager
+    def _counted(self, method: str) -> Iterator[None]:
+        is_put = method == "PUT"
+        self.puts_now += is_put
+        self.puts_at_once = max(self.puts_at_once, self.puts_now)
+        try:
+            yield
+        finally:
+            self.puts_now -= is_put
 
     async def _answer(self, request: _Message, writer: asyncio.StreamWriter) -> bool:
         """Answer one request, well or badly. Returns whether the connection goes on."""

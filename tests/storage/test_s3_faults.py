@@ -7,7 +7,9 @@ the writer is never told that another was there first.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
@@ -35,6 +37,8 @@ pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'keepstep
 from keepstep.storage.retry import REPEATABLE, RetryingStore, RetryPolicy
 from keepstep.storage.s3 import S3Store
 from keepstep.storage.s3_client import S3Client, S3Options
+
+pytestmark = pytest.mark.slow  # a server to start, and time-outs to wait for
 
 OPTIONS = S3Options(
     part_bytes=PART_BYTES,
@@ -261,6 +265,34 @@ def test_an_upload_that_could_not_be_aborted_is_a_leftover(ground: Ground, proxy
     ground.store.sweep(left)
     assert list(ground.store.leftovers("")) == []
     assert ground.get_raw("a/k") == b"old"
+
+
+def test_no_more_parts_are_under_way_than_was_said(ground: Ground, proxy: S3Proxy) -> None:
+    proxy.set_faults(Fault(Action.SLOW, times=10_000, method="PUT", seconds=0.2))
+    size_bytes = 6 * PART_BYTES
+    with ThreadPoolExecutor(2) as pool:  # the bound is the store's, not the put's
+        for put in [pool.submit(ground.store.put, f"a/{n}", bytes(size_bytes)) for n in range(2)]:
+            put.result()
+    assert proxy.puts_at_once == OPTIONS.parts_at_once
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_not_mixed(
+    ground: Ground, proxy: S3Proxy
+) -> None:
+    old, new = (bytes([n]) * (2 * PART_BYTES) for n in (1, 2))
+    ground.store.put("a/big", old)
+    proxy.set_faults(Fault(Action.SLOW, at=1, method="GET", seconds=3.0))
+    target = memoryview(bytearray(len(old)))
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(ground.store.read_into, "a/big", 0, target)
+        deadline_s = time.monotonic() + 10
+        while len(proxy.requests) < 2 and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        ground.raw.put(f"{ground.prefix}/a/big", new)
+        with pytest.raises(Transient, match="replaced while it was read"):
+            reading.result()
+    ground.store.read_into("a/big", 0, target)
+    assert target == new
 
 
 def test_damage_on_the_way_up_is_refused_by_the_server(ground: Ground, proxy: S3Proxy) -> None:

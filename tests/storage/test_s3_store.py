@@ -26,6 +26,8 @@ pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'keepstep
 from keepstep.storage.s3 import MARKER, S3Store
 from keepstep.storage.s3_client import S3Client
 
+pytestmark = pytest.mark.slow  # two servers to start, and a request for every line
+
 
 class S3Suite(StoreSuite):
     """The suite on one server; each test has a prefix of its own."""
@@ -185,6 +187,9 @@ class TestRclone(S3Suite):
 
     def test_puts_and_deletes_in_one_directory_do_not_fail_each_other(self) -> None:
         pytest.skip("rclone answers 500: it removes a directory while a put to it is going on")
+
+    def test_readers_see_whole_objects_while_writers_replace(self) -> None:
+        pytest.skip("rclone overwrites a file in place, and cuts the answer to its reader short")
 
     @pytest.mark.parametrize("key", ["none", "a/none"])
     def test_delete_of_nothing_is_no_error(self, store: Store, key: str) -> None:

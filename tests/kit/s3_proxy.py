@@ -108,7 +108,7 @@ class S3Proxy:
         """Method and target of each request so far."""
         self.puts_now = 0
         self.puts_at_once = 0
-        """The most PUTs that were under way together, so far."""
+        """The most PUTs that were made slow, or otherwise bad, together."""
 
     def __enter__(self) -> S3Proxy:
         self._loop = asyncio.new_event_loop()
@@ -157,9 +157,7 @@ class S3Proxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while (request := await _read_request(reader, writer)) is not None:
-                with self._counted(request.first_line[0]):
-                    goes_on = await self._answer(request, writer)
-                if not goes_on:
+                if not await self._answer(request, writer):
                     break
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             return  # the client, the server behind, or the test has gone
@@ -196,11 +194,12 @@ class S3Proxy:
             later = self._land(request, fault.seconds)
             self._late.append(asyncio.run_coroutine_threadsafe(later, self._loop))
             return _reset(writer)
-        if action is Action.SLOW:
-            await asyncio.sleep(fault.seconds)
         if action is Action.DAMAGE_REQUEST:
             request = _Message(request.head, _flipped(request.body))
-        answer = await self._forward(request)
+        with self._counted(method):
+            if action is Action.SLOW:
+                await asyncio.sleep(fault.seconds)
+            answer = await self._forward(request)
         return await _misreport(fault, method, answer, writer)
 
     async def _land(self, request: _Message, seconds: float) -> None:

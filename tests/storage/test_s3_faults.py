@@ -240,6 +240,23 @@ def test_a_large_object_goes_up_and_down_whole_whichever_request_fails(
     assert [info.key for info in ground.store.leftovers("") if info.size_bytes] == []
 
 
+def test_a_server_that_forgets_what_it_completed_leaves_the_outcome_unknown(
+    ground: Ground, proxy: S3Proxy
+) -> None:
+    data = pattern(2 * PART_BYTES, seed=4)
+    complete = Fault(Action.LOSE_ANSWER, method="POST", contains="uploadId=")
+    again = replace(complete, action=Action.STATUS, at=1, status=404, code="NoSuchUpload")
+    proxy.set_faults(complete, again)
+    with pytest.raises(OutcomeUnknown, match="upload is gone"):
+        ground.store.put("a/k", data)
+    assert ground.get_raw("a/k") == data
+    proxy.set_faults(complete, again)
+    RetryingStore(ground.store, OPTIONS.retry, repeats_unknown=REPEATABLE).put("a/k", data)
+    proxy.set_faults(replace(again, at=0))
+    with pytest.raises(NotFound, match="upload is gone"):
+        ground.store.put("a/k", data)
+
+
 def test_a_large_put_that_fails_for_good_keeps_the_old_and_leaves_no_parts(
     ground: Ground, proxy: S3Proxy
 ) -> None:

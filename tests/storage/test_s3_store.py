@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.kit.logs import open_log
 from tests.kit.servers import BUCKET, PART_BYTES, SECRET_KEY, Place, small_options
 from tests.kit.store_suite import StoreSuite, pattern
 
+from keepstep.ckpt.errors import LogError
 from keepstep.storage.errors import (
     AlreadyExists,
     BadKey,
@@ -205,6 +207,17 @@ class TestRclone(S3Suite):
         with pytest.raises(AlreadyExists):
             mine.put_if_absent("k", b"second")
         assert self.get_raw(store, "k") == b"first"
+
+    def test_a_log_is_read_here_and_not_appended_to_without_single_writer(
+        self, store: Store
+    ) -> None:
+        log = open_log(store)
+        assert log.read().next_seq == 0
+        with pytest.raises(LogError, match="add .single_writer=true"):
+            log.take_term("trainer")
+        assert list(store.list("")) == []
+        with pytest.warns(SingleWriterWarning):
+            assert open_log(self.another(single_writer=True)).take_term("trainer") == 1
 
     def test_a_missing_bucket_is_not_an_empty_one(self, store: Store) -> None:
         client = S3Client("no-such-bucket", small_options())

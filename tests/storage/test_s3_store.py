@@ -213,7 +213,7 @@ class TestRclone(S3Suite):
     ) -> None:
         log = open_log(store)
         assert log.read().next_seq == 0
-        with pytest.raises(LogError, match="add .single_writer=true"):
+        with pytest.raises(LogError, match=r"add \?single_writer=true"):
             log.take_term("trainer")
         assert list(store.list("")) == []
         with pytest.warns(SingleWriterWarning):

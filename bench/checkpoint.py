@@ -14,10 +14,12 @@ JSON; leaves nothing behind.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import mmap
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -56,6 +58,7 @@ from keepstep.storage.file import FileStore
 WIDTH = 1024
 SMALL_COUNT = 5_000
 WRITE_BYTES = 16 << 20
+PR_SET_PDEATHSIG = 1
 BARS = {"durable_vs_dcp": 2.0, "load_vs_dcp": 2.0, "small_ms": 0.05}
 
 
@@ -378,6 +381,7 @@ def git_commit() -> str:
 
 
 def rank_main(options: Options, rank: int, root: Path) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives the bench
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=options.ranks
@@ -392,6 +396,7 @@ def rank_main(options: Options, rank: int, root: Path) -> None:
 def run_all(options: Options) -> dict[str, Any]:
     """Start the ranks, wait for them, then measure alone; removes all files in any case."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # runs the cleanup
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=options.directory) as text:
         root = Path(text).resolve()
         environment = os.environ | {"OMP_NUM_THREADS": "1"}

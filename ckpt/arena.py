@@ -40,8 +40,7 @@ class Arena:
                 f"{available_bytes:,} bytes of memory are available (of which "
                 f"{_HEADROOM_BYTES:,} are left free); use fewer ranks a host, or more memory"
             )
-        self._map = mmap.mmap(-1, self.capacity_bytes)
-        self.view = memoryview(self._map)
+        self.view = memoryview(mmap.mmap(-1, self.capacity_bytes))
         """All of it, writable."""
         zeros = bytes(min(_TOUCH_BYTES, self.capacity_bytes))
         for start in range(0, self.capacity_bytes, _TOUCH_BYTES):
@@ -49,12 +48,11 @@ class Arena:
             self.view[start:end] = zeros[: end - start]
 
     def close(self) -> None:
-        """Give the memory back. Tensors that still look into it keep it until they go."""
-        self.view.release()
-        try:
-            self._map.close()
-        except BufferError:
-            return  # a tensor exports it; the map goes with the last of them
+        """Let go of the memory. It is unmapped with the last tensor that looks into it.
+
+        Not before: torch keeps the buffer's owner, but does not hinder anybody from unmapping it.
+        """
+        self.view = memoryview(b"")
 
     def __enter__(self) -> Arena:
         return self

@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from keepstep.ckpt.image import ImageHeader
-from keepstep.ckpt.region import Box, relative_to
+from keepstep.ckpt.region import Box, relative_to, slices
 from keepstep.ckpt.registry import Held, Registry
 from keepstep.ckpt.torch_dtypes import torch_dtype
 
@@ -105,10 +105,3 @@ def _part(held: Held, part: Box | None) -> torch.Tensor:
     if part is None:
         return local
     return local[slices(part)]
-
-
-def slices(part: Box) -> tuple[slice, ...]:
-    """`part` as an index into a tensor."""
-    return tuple(
-        slice(start, start + size) for start, size in zip(part.offsets, part.sizes, strict=True)
-    )

@@ -30,11 +30,13 @@ def commit(log: Log, manifest: Manifest) -> Record:
     """
     state = manifest.state
     data = encode_manifest(manifest)
+    log.read()
+    log.check_not_superseded()  # before the faults: a newer run's generation is one of them
     _refuse(log, state, list(_faults(log, manifest)))
     log.store.put(manifest_key(state), data)
     size_bytes = len(data) + sum(image.size_bytes for image in manifest.images)
     record = log.append(Commit(state=state, manifest_digest=digest128(data), size_bytes=size_bytes))
-    lineage = log.read()
+    lineage = log.known()  # asked of no store: a failure now must not unsay the commit
     if not any(each.seq == record.seq for each in lineage.live):
         _refuse(log, state, [_why_dead(lineage, record)])
     return record

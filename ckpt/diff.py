@@ -19,7 +19,7 @@ from keepstep.ckpt.arrays import Array, numbers
 from keepstep.ckpt.dtypes import DTYPES
 from keepstep.ckpt.manifest import TensorSpec
 from keepstep.ckpt.reader import CheckpointReader
-from keepstep.ckpt.relayout import RANK_PREFIX
+from keepstep.ckpt.restore import is_common
 
 ELEMENTS_MAX = 1 << 19
 """Elements compared at a time: measuring takes some 100 bytes for each."""
@@ -69,7 +69,7 @@ class Diff:
     values: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Path of a value -> what A has and what B has (None: nothing there)."""
     not_compared: list[str] = field(default_factory=list)
-    """Tensors of single ranks, where the layouts are not the same."""
+    """Tensors of single ranks, where the layouts are not the same. Such values go unsaid."""
 
     @property
     def is_same(self) -> bool:
@@ -92,7 +92,7 @@ def diff(
     names_a, names_b = _names(a), _names(b)
     same_mesh = a.manifest.mesh == b.manifest.mesh
     if not same_mesh:
-        ranks = sorted(name for name in names_a | names_b if name.startswith(RANK_PREFIX))
+        ranks = sorted(name for name in names_a | names_b if not is_common(name))
         found.not_compared = ranks
         names_a, names_b = (
             {n: t for n, t in ns.items() if n not in ranks} for ns in (names_a, names_b)
@@ -112,7 +112,7 @@ def diff(
     found.values = {
         path: pair
         for path, pair in _values(a.manifest.values, b.manifest.values, "")
-        if same_mesh or not _describes_layout(path)
+        if same_mesh or (is_common(path) and not _describes_layout(path))
     }
     return found
 

@@ -126,7 +126,7 @@ class NoSuchState(CheckpointError, LookupError):
 
 
 class NotRestorable(CheckpointError):
-    """No state could be restored. `reasons` has one sentence per state or file tried."""
+    """Nothing can be restored. `reasons` has one sentence for each state that was tried."""
 
     def __init__(self, message: str, reasons: Sequence[str] = ()) -> None:
         super().__init__("; ".join((message, *reasons)))

@@ -13,8 +13,8 @@ from keepstep.ckpt.checksum import CHUNK_BYTES, chunk_digest, digest128
 from keepstep.ckpt.errors import Corrupt, FormatError
 from keepstep.ckpt.image import ImageHeader
 from keepstep.ckpt.image_parse import parse
-from keepstep.ckpt.keys import image_key
-from keepstep.ckpt.manifest import Manifest
+from keepstep.ckpt.keys import image_key, manifest_key
+from keepstep.ckpt.manifest import ImageRecord, Manifest
 from keepstep.ckpt.restore import Read, ReadPlan
 from keepstep.storage.store import Store
 
@@ -26,27 +26,34 @@ def fetch_headers(store: Store, manifest: Manifest, ranks: Iterable[int]) -> dic
 
     Raises:
         Corrupt: if a header is not the one that the manifest vouches for.
-        FormatError: if the manifest has no such image, or a header is malformed or of another
-            job, state, rank, mesh or plan.
+        FormatError: if the manifest has no such image, if one has another size, or if a header is
+            malformed or of another job, state, rank, mesh or plan.
         StoreError: as the store raises it.
     """
     records = {record.rank: record for record in manifest.images}
-    headers = {}
-    for rank in ranks:
-        key = image_key(manifest.state, rank)
-        record = records.get(rank)
-        if record is None:
-            raise FormatError(
-                key, "images", f"an image of rank {rank} in the manifest", f"ranks {list(records)}"
-            )
-        data = store.get_range(key, 0, record.header_bytes)
-        digest = digest128(data)
-        if digest != record.digest:
-            raise Corrupt(key, "header", f"digest {record.digest}", digest, offset=0)
-        header = parse(data, key, record.size_bytes)
-        _check_belongs(header, manifest, rank, key)
-        headers[rank] = header
-    return headers
+    return {rank: fetch_header(store, manifest, records, rank) for rank in ranks}
+
+
+def fetch_header(
+    store: Store, manifest: Manifest, records: Mapping[int, ImageRecord], rank: int
+) -> ImageHeader:
+    """The header of one image. `records` are the manifest's, by rank. Raises as `fetch_headers`."""
+    key = image_key(manifest.state, rank)
+    record = records.get(rank)
+    if record is None:
+        raise FormatError(
+            manifest_key(manifest.state), "images", f"an image of rank {rank}", "none"
+        )
+    size_bytes = store.stat(key).size_bytes
+    if size_bytes != record.size_bytes:
+        raise FormatError(key, "size", f"{record.size_bytes} bytes", f"{size_bytes}")
+    data = store.get_range(key, 0, record.header_bytes)
+    digest = digest128(data)
+    if digest != record.digest:
+        raise Corrupt(key, "header", f"digest {record.digest}", digest, offset=0)
+    header = parse(data, key, record.size_bytes)
+    _check_belongs(header, manifest, rank, key)
+    return header
 
 
 def fetch(

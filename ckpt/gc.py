@@ -12,8 +12,9 @@ not name yet are left alone: it may have begun just now. So is every file whose 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from keepstep.ckpt.entry import Retire
 from keepstep.ckpt.errors import LogError, LogMoved
@@ -28,6 +29,7 @@ from keepstep.ckpt.keys import (
 from keepstep.ckpt.lineage import Committed, Lineage, Status
 from keepstep.ckpt.log import Log
 from keepstep.ckpt.manifest import State
+from keepstep.ckpt.presence import is_present
 from keepstep.ckpt.retention import Policy, to_retire
 from keepstep.storage.store import ObjectInfo, Store
 
@@ -76,8 +78,9 @@ def collect(
         log: of the store to collect in. Without a term of its own, it borrows the current one.
         policy: what to keep.
         is_dry_run: only say what would go.
-        is_thorough: False looks at no file outside ``states/``, so that a run may collect after
-            each commit at a cost that does not grow with its log.
+        is_thorough: False looks at no file outside ``states/``, and takes it that the newest commit
+            has its files, so that a run may collect after each commit at a cost that does not grow
+            with its log.
 
     Raises:
         Superseded: the log's writer had a term that has ended. Nothing was deleted.
@@ -85,7 +88,7 @@ def collect(
         FormatError: the log is damaged. Nothing was deleted.
         StoreError: the store refused. What was retired stays retired; call again to finish.
     """
-    lineage, going = _retire(log, policy, is_dry_run)
+    lineage, going = _retire(log, policy, is_dry_run, is_thorough)
     retiring = tuple(commit.state for commit in going)
     ours, foreign = _survey(log.store, "" if is_thorough else STATES_PREFIX)
     doomed = [
@@ -108,24 +111,37 @@ def protected(lineage: Lineage) -> set[State]:
     return set(live[:1]) | set([state for state in live if state in lineage.good][:1])
 
 
-def to_collect(lineage: Lineage, policy: Policy) -> tuple[Committed, ...]:
+def to_collect(
+    lineage: Lineage, policy: Policy, protect: Collection[State] = ()
+) -> tuple[Committed, ...]:
     """The commits to retire now, oldest entry first.
 
-    Live ones as `policy` says; with them those that are void or bad. `keep_last=0` keeps them all.
+    Live ones as `policy` says, but none of `protect`; with them those that are void or bad.
+    `keep_last=0` keeps them all.
     """
     if policy.keep_last == 0:
         return ()
     live = [commit.state for commit in lineage.live]
-    going = set(to_retire(live, policy, protected(lineage)))
+    going = set(to_retire(live, policy, protected(lineage).union(protect)))
     going |= {c.state for c in lineage.commits if c.status in (Status.VOID, Status.BAD)}
     return tuple(c for c in reversed(lineage.commits) if c.state in going)
 
 
-def _retire(log: Log, policy: Policy, is_dry_run: bool) -> tuple[Lineage, tuple[Committed, ...]]:
+def _newest_whole(store: Store, lineage: Lineage) -> list[State]:
+    """The newest live commit whose files are there: the last good one, if a newer is damaged."""
+    whole = (each.state for each in lineage.live if is_present(store, each))
+    return list(islice(whole, 1))
+
+
+def _retire(
+    log: Log, policy: Policy, is_dry_run: bool, is_thorough: bool
+) -> tuple[Lineage, tuple[Committed, ...]]:
     """Append the `retire` entry, decided on the log exactly as it is before that entry."""
     for _ in range(_TURNS_MAX):
         lineage = log.read()
         going = to_collect(lineage, policy)
+        if is_thorough and going:
+            going = to_collect(lineage, policy, _newest_whole(log.store, lineage))
         if is_dry_run or not going:
             return lineage, going
         reason = f"retention: keep_last={policy.keep_last}, keep_every={policy.keep_every}"

@@ -23,10 +23,9 @@ from keepstep.ckpt.layout import Layout, layout_values, mesh_of
 from keepstep.ckpt.llama import EMBEDDINGS, MODEL_PREFIX, OUTPUT, LlamaShape, parameter_shapes
 from keepstep.ckpt.manifest import State
 from keepstep.ckpt.placement import Placement
-from keepstep.ckpt.region import Box
-from keepstep.ckpt.relayout import structure_of
-from keepstep.ckpt.slabs import slabs, strides
-from keepstep.ckpt.structure import HeldTensor
+from keepstep.ckpt.region import Box, strides
+from keepstep.ckpt.slabs import slabs
+from keepstep.ckpt.structure import HeldTensor, structure_of
 from keepstep.ckpt.writer import OnBytes, begin_run, write_state
 from keepstep.storage.store import Store
 

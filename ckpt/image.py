@@ -22,18 +22,20 @@ import msgspec
 
 from keepstep.ckpt.checksum import CHUNK_DIGITS, chunk_count, digest128
 from keepstep.ckpt.dtypes import DTYPES, Dtype
-from keepstep.ckpt.errors import NotRepresentable, PlacementError
-from keepstep.ckpt.keys import state_name
-from keepstep.ckpt.manifest import EXTENT_MAX, FORMAT_VERSION, ImageRecord, State
+from keepstep.ckpt.errors import FormatError, NotRepresentable, PlacementError
+from keepstep.ckpt.keys import image_key, state_name
+from keepstep.ckpt.manifest import (
+    ALIGNMENT_BYTES,
+    EXTENT_MAX,
+    FORMAT_VERSION,
+    HEADER_BYTES_MAX,
+    ImageRecord,
+    State,
+    TensorSpec,
+)
 from keepstep.ckpt.names import check_job, check_name
 from keepstep.ckpt.placement import DIMS_MAX, Mesh, check_mesh, mesh_size
 from keepstep.ckpt.region import Box
-
-ALIGNMENT_BYTES = 4_096
-"""Data begins at a multiple of this in the file, for O_DIRECT."""
-
-HEADER_BYTES_MAX = 100_000_000
-"""The longest header that safetensors reads, and so we too."""
 
 LENGTH_BYTES = 8
 
@@ -102,6 +104,21 @@ class ImageHeader:
         encoded[CHUNKS_AT : CHUNKS_AT + digits] = b"0" * digits
         return replace(self, state=state, digests=(), encoded=bytes(encoded))
 
+    def item(self, name: str, spec: TensorSpec, box: Box) -> ImageItem:
+        """The item `name`, which must be `box` of a tensor like `spec`.
+
+        Raises FormatError, naming the file, if it is not, or there is none.
+        """
+        item = self.items.get(name)
+        if item is None or (item.dtype.name, item.shape, item.box) != (spec.dtype, spec.shape, box):
+            raise FormatError(
+                image_key(self.state, self.rank),
+                f"tensors[{name!r}]",
+                f"{spec.dtype} {spec.shape} {box}, by the manifest's plan",
+                "none" if item is None else f"{item.dtype.name} {item.shape} {item.box}",
+            )
+        return item
+
     def names_at(self, offset: int, size_bytes: int) -> list[str]:
         """The tensors with bytes in data range [offset, offset + size_bytes), in order."""
         names = list(self.items)
@@ -139,6 +156,13 @@ def build(
     placed, data_bytes = _placed(items)
     encoded = _encoded(job, state, rank, mesh, plan_digest, placed, data_bytes)
     return ImageHeader(job, state, rank, mesh, plan_digest, placed, (), data_bytes, encoded)
+
+
+def items_of(
+    tensors: Mapping[str, TensorSpec], owned: Mapping[str, Box]
+) -> dict[str, tuple[str, tuple[int, ...], Box]]:
+    """What `build` takes, of the boxes of tensors that a rank owns."""
+    return {name: (tensors[name].dtype, tensors[name].shape, box) for name, box in owned.items()}
 
 
 def seal(header: ImageHeader, digests: Sequence[str]) -> bytes:

@@ -19,15 +19,9 @@ from keepstep.ckpt.checksum import CHUNK_DIGITS, chunk_count
 from keepstep.ckpt.document import check_distinct_keys, explained, first_fault, shortened
 from keepstep.ckpt.errors import CheckpointError, Foreign, FormatError, NewerVersion
 from keepstep.ckpt.foreign import seems
-from keepstep.ckpt.image import (
-    HEADER_BYTES_MAX,
-    LENGTH_BYTES,
-    ImageHeader,
-    build,
-    seal,
-)
+from keepstep.ckpt.image import LENGTH_BYTES, ImageHeader, build, seal
 from keepstep.ckpt.keys import parse_state_name
-from keepstep.ckpt.manifest import EXTENT_MAX, FORMAT_VERSION
+from keepstep.ckpt.manifest import EXTENT_MAX, FORMAT_VERSION, HEADER_BYTES_MAX
 from keepstep.ckpt.placement import DIMS_MAX, Mesh, MeshAxis
 from keepstep.ckpt.region import Box
 from keepstep.storage.store import Buffer

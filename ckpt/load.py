@@ -18,7 +18,14 @@ from keepstep.ckpt.fetch import fetch, fetch_headers
 from keepstep.ckpt.manifest import Manifest
 from keepstep.ckpt.plan import Plan
 from keepstep.ckpt.registry import Registry
-from keepstep.ckpt.restore import Options, compare, find_sources, is_common, plan_reads
+from keepstep.ckpt.restore import (
+    Options,
+    compare,
+    find_sources,
+    has_ranks,
+    is_common,
+    plan_reads,
+)
 from keepstep.ckpt.structure import Structure
 from keepstep.storage.store import Store
 
@@ -94,7 +101,7 @@ def stage(
     plan = Plan(manifest.mesh, manifest.placements, manifest.tensors)
     sources = find_sources(plan, needs, chosen)
     headers = fetch_headers(store, manifest, sorted(sources))
-    reads = plan_reads(sources, headers)
+    reads = plan_reads(sources, headers, manifest.tensors)
     own_arena = None
     if arena is None or arena.capacity_bytes < reads.stage_bytes:
         arena = own_arena = Arena(reads.stage_bytes, f"the restore of rank {registry.rank}")
@@ -107,10 +114,10 @@ def _values(
     registry: Registry, structure: Structure, manifest: Manifest, options: Options
 ) -> dict[str, object]:
     """The values to set: those that are registered and wanted."""
-    same_mesh = structure.mesh == manifest.mesh
+    with_ranks = has_ranks(structure, manifest)
     found, missing, changed = {}, [], []
     for name, value in registry.values.items():
-        if not options.wants(name) or not (same_mesh or is_common(name)):
+        if not options.wants(name) or not (with_ranks or is_common(name)):
             continue
         if name not in manifest.values:
             missing.append(name)

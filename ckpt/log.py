@@ -26,9 +26,18 @@ from keepstep.ckpt.entry import (
     decode_record,
     encode_record,
 )
-from keepstep.ckpt.errors import FormatError, LogError, LogMoved, NewerVersion, Superseded, WrongJob
+from keepstep.ckpt.errors import (
+    FormatError,
+    LogError,
+    LogMoved,
+    NewerVersion,
+    NotRestorable,
+    Superseded,
+    WrongJob,
+)
 from keepstep.ckpt.keys import LOG_PREFIX, EntryKey, entry_key, parse_key
-from keepstep.ckpt.lineage import Fold, Lineage
+from keepstep.ckpt.lineage import Fold, Lineage, state_words
+from keepstep.ckpt.manifest import State
 from keepstep.storage.errors import AlreadyExists, NotFound, OutcomeUnknown, TooLarge, Transient
 from keepstep.storage.store import Store
 
@@ -127,6 +136,10 @@ class Log:
         """The term that this writer took; None before `take_term`."""
         return self._term
 
+    def known(self) -> Lineage:
+        """What the log says as far as it has been read, or written, here. Asks no store."""
+        return self._fold.lineage()
+
     def read(self) -> Lineage:
         """What the log says now. Reads on from the last entry known.
 
@@ -139,7 +152,7 @@ class Log:
         if not self._is_whole:
             self._check_nothing_is_missing()
             self._is_whole = True
-        return self._fold.lineage()
+        return self.known()
 
     def take_term(self, by: str) -> int:
         """Take the next term: who held the last one can append nothing any more that counts.
@@ -174,7 +187,7 @@ class Log:
         if self._term is None:
             raise LogError("take_term() comes before append()")
         for _ in range(_RACES_MAX):
-            self._check_not_superseded()
+            self.check_not_superseded()
             mine = self._record(body, self._term)
             if self._try(mine):
                 return mine
@@ -192,16 +205,38 @@ class Log:
             LogError: the store cannot put-if-absent.
         """
         self._check_store()
-        self._check_not_superseded()
+        self.check_not_superseded()
         if next_seq == self._next_seq:
             mine = self._record(body, self._term or self._fold.term.number)
             if self._try(mine):
                 return mine
-            self._check_not_superseded()
+            self.check_not_superseded()
         raise LogMoved(
             f"entry {next_seq} of the log in {self._store.url} is another writer's; "
             "read the log and decide again"
         )
+
+    def append_from(self, base: State | None, body: Body) -> Record:
+        """As `append`, but exactly at the place after what shows `base` to be live.
+
+        For what goes on from `base`: between a look at the log and the entry, a collection may
+        have retired it. None: from nothing, which nobody can retire.
+
+        Raises:
+            NotRestorable: `base` is not live any more. Nothing was appended.
+        """
+        for _ in range(_RACES_MAX):
+            lineage = self.read()
+            if base is not None and all(one.state != base for one in lineage.live):
+                raise NotRestorable(
+                    f"{state_words(base)} in {self._store.url} was live, and is not any more: "
+                    "somebody retired or voided it meanwhile; start again"
+                )
+            try:
+                return self.append_if_last(body, lineage.next_seq)
+            except LogMoved:
+                continue
+        raise LogError(self._lost_races("append"))
 
     def _record(self, body: Body, term: int) -> Record:
         job = self._job
@@ -287,7 +322,12 @@ class Log:
                 "store, or, if only one run ever writes there, add ?single_writer=true to its URL"
             )
 
-    def _check_not_superseded(self) -> None:
+    def check_not_superseded(self) -> None:
+        """As far as the log has been read: does this writer's term still stand?
+
+        Raises:
+            Superseded: a higher term has been taken.
+        """
         newest, seq = self._fold.term, self._fold.term_seq
         if self._term is not None and newest.number > self._term:
             raise Superseded(

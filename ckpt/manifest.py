@@ -24,16 +24,21 @@ from keepstep.storage.store import Buffer
 
 FORMAT_VERSION = 1
 
-MANIFEST_BYTES_MAX = 1 << 28
-"""Room for 10^6 tensors."""
+MANIFEST_BYTES_MAX = 1 << 26
+"""Room for 5 x 10^5 tensors."""
 
 GENERATION_MAX = 10**6 - 1
 STEP_MAX = 10**12 - 1
 EXTENT_MAX = 2**48
 """The longest dim, and the most bytes of data in one image: far beyond any, far below overflow."""
 
+ALIGNMENT_BYTES = 4_096
+"""Data begins at a multiple of this in an image, for O_DIRECT."""
+
+HEADER_BYTES_MAX = 100_000_000
+"""The longest JSON header that safetensors reads, and so we too."""
+
 _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_DIGITS}}}")
-_HEADER_ALIGNMENT_BYTES = 4_096
 
 
 class State(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
@@ -194,8 +199,9 @@ def _check_images(manifest: Manifest, file: str) -> int:
             expected = f"above {rank_before} and below {mesh_size(manifest.mesh)}"
             raise FormatError(file, f"{field}.rank", expected, f"{image.rank}")
         rank_before = image.rank
-        if image.header_bytes < 1 or image.header_bytes % _HEADER_ALIGNMENT_BYTES:
-            expected = f"a multiple of {_HEADER_ALIGNMENT_BYTES}"
+        most = HEADER_BYTES_MAX + ALIGNMENT_BYTES
+        if not 1 <= image.header_bytes <= most or image.header_bytes % ALIGNMENT_BYTES:
+            expected = f"a multiple of {ALIGNMENT_BYTES}, at most {most}"
             raise FormatError(file, f"{field}.header_bytes", expected, f"{image.header_bytes}")
         data_bytes = image.size_bytes - image.header_bytes
         if not 1 <= data_bytes <= EXTENT_MAX:

@@ -15,15 +15,23 @@ import numpy as np
 from keepstep.ckpt.arrays import NUMPY_DTYPES, RAW_DTYPES, Array
 from keepstep.ckpt.checksum import CHUNK_BYTES, chunk_digest, digest128
 from keepstep.ckpt.dtypes import DTYPES
-from keepstep.ckpt.errors import Corrupt, FormatError
-from keepstep.ckpt.image import LENGTH_BYTES, ImageHeader, ImageItem
-from keepstep.ckpt.image_parse import header_size, parse
+from keepstep.ckpt.errors import Corrupt
+from keepstep.ckpt.fetch import fetch_header
+from keepstep.ckpt.image import ImageHeader, ImageItem
 from keepstep.ckpt.keys import image_key, manifest_key
 from keepstep.ckpt.lineage import Committed
 from keepstep.ckpt.manifest import MANIFEST_BYTES_MAX, Manifest, TensorSpec, decode_manifest
 from keepstep.ckpt.plan import Plan
-from keepstep.ckpt.region import Box, Region, intersect, relative_to, whole
-from keepstep.ckpt.slabs import SLAB_BYTES, slabs, strides
+from keepstep.ckpt.region import (
+    Box,
+    Region,
+    intersect,
+    relative_to,
+    slices,
+    strides,
+    whole,
+)
+from keepstep.ckpt.slabs import SLAB_BYTES, slabs
 from keepstep.storage.store import Store
 
 _CACHED_CHUNKS = 32
@@ -77,9 +85,9 @@ class CheckpointReader:
         for rank, owned in self._plan.owners(Region(name, box)):
             common = intersect(box, owned)
             if common is not None:
-                item = self._item(rank, name, owned)
+                item = self._header(rank).item(name, spec, owned)
                 for part in slabs(common, dtype.itemsize, SLAB_BYTES, within=owned):
-                    out[_index(part, box)] = self._part(rank, item, part)
+                    out[slices(relative_to(part, box))] = self._part(rank, item, part)
         return out.view(NUMPY_DTYPES[spec.dtype])
 
     def _part(self, rank: int, item: ImageItem, part: Box) -> Array:
@@ -91,59 +99,17 @@ class CheckpointReader:
         data = self._checked(rank, item.offset + start, span + item.dtype.itemsize)
         return np.ndarray(part.sizes, RAW_DTYPES[item.dtype.itemsize], data, 0, steps)
 
-    def _item(self, rank: int, name: str, owned: Box) -> ImageItem:
-        header = self._header(rank)
-        item = header.items.get(name)
-        spec = self.manifest.tensors[name]
-        if item is None or (item.box, item.shape, item.dtype.name) != (
-            owned,
-            spec.shape,
-            spec.dtype,
-        ):
-            found = "none" if item is None else f"{item.dtype.name} {item.shape} {item.box}"
-            raise FormatError(
-                image_key(self.manifest.state, rank),
-                f"tensors[{name!r}]",
-                f"{spec.dtype} {spec.shape} {owned}, by the manifest's plan",
-                found,
-            )
-        return item
-
     def _header(self, rank: int) -> ImageHeader:
         """The header of a rank's image, checked against the manifest. Kept for the next call."""
         header = self._headers.get(rank)
         if header is None:
-            header = self._headers[rank] = self._read_header(rank)
+            header = self._headers[rank] = fetch_header(
+                self.store, self.manifest, self._records, rank
+            )
             kept = sum(len(each.items) for each in self._headers.values())
             while kept > _CACHED_ITEMS and len(self._headers) > 1:
                 kept -= len(self._headers.popitem(last=False)[1].items)
         self._headers.move_to_end(rank)
-        return header
-
-    def _read_header(self, rank: int) -> ImageHeader:
-        manifest, key = self.manifest, image_key(self.manifest.state, rank)
-        record = self._records.get(rank)
-        if record is None:
-            raise FormatError(
-                manifest_key(manifest.state), "images", f"an image of rank {rank}", "none"
-            )
-        stat = self.store.stat(key)
-        if stat.size_bytes != record.size_bytes:
-            raise FormatError(key, "", f"{record.size_bytes} bytes", f"{stat.size_bytes}")
-        head = self.store.get_range(key, 0, min(LENGTH_BYTES * 8, record.size_bytes))
-        if header_size(head, key, record.size_bytes) != record.header_bytes:
-            raise FormatError(
-                key, "header length", f"{record.header_bytes - LENGTH_BYTES}", "another"
-            )
-        encoded = self.store.get_range(key, 0, record.header_bytes)
-        digest = digest128(encoded)
-        if digest != record.digest:
-            raise Corrupt(key, "header", f"digest {record.digest}", digest, offset=0)
-        header = parse(encoded, key, record.size_bytes)
-        expected = (manifest.job, manifest.state, rank, manifest.mesh, manifest.plan_digest)
-        found = (header.job, header.state, header.rank, header.mesh, header.plan_digest)
-        if found != expected:
-            raise FormatError(key, "__metadata__", f"{expected}", f"{found}")
         return header
 
     def _checked(self, rank: int, start: int, size_bytes: int) -> memoryview:
@@ -196,15 +162,6 @@ def open_checkpoint(store: Store, commit: Committed) -> CheckpointReader:
     if digest != commit.manifest_digest:
         raise Corrupt(key, "", f"digest {commit.manifest_digest}, as committed", digest)
     return CheckpointReader(store, decode_manifest(data, key))
-
-
-def _index(part: Box, box: Box) -> tuple[slice, ...]:
-    """`part` as an index into an array that holds just `box`."""
-    local = relative_to(part, box)
-    return tuple(
-        slice(offset, offset + size)
-        for offset, size in zip(local.offsets, local.sizes, strict=True)
-    )
 
 
 def _corrupt(key: str, header: ImageHeader, number: int, digest: str) -> Corrupt:

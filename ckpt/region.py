@@ -129,21 +129,28 @@ def runs(box: Box, within: Box, itemsize: int) -> Iterator[tuple[int, int, int]]
         length *= box.sizes[outer]
         if box.sizes[outer] != within.sizes[outer]:
             break
-    strides = _strides(within.sizes, itemsize)
-    first = sum(offset * stride for offset, stride in zip(local.offsets, strides, strict=True))
+    steps_of = strides(within.sizes, itemsize)
+    first = sum(offset * step for offset, step in zip(local.offsets, steps_of, strict=True))
     steps = (
         range(0, size * stride, stride)
-        for size, stride in zip(box.sizes[:outer], strides[:outer], strict=True)
+        for size, stride in zip(box.sizes[:outer], steps_of[:outer], strict=True)
     )
     for index, step in enumerate(product(*steps)):
         yield first + sum(step), index * length, length
 
 
-def _strides(sizes: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Bytes from one index to the next along each dim of a row-major array."""
-    strides = []
-    stride = itemsize
+def strides(sizes: tuple[int, ...], itemsize: int = 1) -> tuple[int, ...]:
+    """From one index to the next along each dim of a row-major array: in bytes, or in elements."""
+    steps = []
+    step = itemsize
     for size in reversed(sizes):
-        strides.append(stride)
-        stride *= size
-    return tuple(reversed(strides))
+        steps.append(step)
+        step *= size
+    return tuple(reversed(steps))
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """`box` as an index into an array."""
+    return tuple(
+        slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True)
+    )

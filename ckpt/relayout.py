@@ -11,8 +11,7 @@ coordinate then counts as a holder, which is always right. What belongs to one r
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +20,20 @@ import msgspec
 from keepstep.ckpt.errors import FormatError
 from keepstep.ckpt.keys import manifest_key
 from keepstep.ckpt.layout import PIPELINE, SHARD, TENSOR, Layout, layout_of, layout_values
-from keepstep.ckpt.llama import EMBEDDINGS, MODEL_PREFIX, OUTPUT, layer_of, tensor_parallel_dim
-from keepstep.ckpt.manifest import Manifest, TensorSpec
+from keepstep.ckpt.llama import MODEL_PREFIX, OUTPUT, tensor_parallel_dim
+from keepstep.ckpt.manifest import Manifest
 from keepstep.ckpt.placement import Mesh, Pin, Placement, Split
-from keepstep.ckpt.plan import plan_digest
-from keepstep.ckpt.structure import HeldTensor, Structure
-
-RANK_PREFIX = "rank/"
+from keepstep.ckpt.restore import is_common
+from keepstep.ckpt.stages import parameter_stages, split_layers
+from keepstep.ckpt.structure import HeldTensor, Structure, structure_of
 
 
 @dataclass(frozen=True, slots=True)
 class Relayout:
-    """A state in another layout, before a byte is written: what it has, and what it leaves out."""
+    """A state in another layout, before a byte is written.
+
+    `dropped`: the tensors and values that belong to one rank of the old mesh.
+    """
 
     structure: Structure
     values: dict[str, Any]
@@ -50,8 +51,8 @@ def relayout(manifest: Manifest, mesh: Mesh) -> Relayout:
         values = relaid_values(values, layout, file)
         pipeline = pipeline_in(values, file)
     rule = _Rule(manifest, mesh, pipeline)
-    dropped = tuple(n for n in manifest.tensors if n.startswith(RANK_PREFIX) and not same)
-    gone = frozenset(dropped)
+    names = (*manifest.tensors, *manifest.values)
+    gone = frozenset(() if same else (name for name in names if not is_common(name)))
     held = {
         name: HeldTensor(
             spec.shape,
@@ -62,26 +63,8 @@ def relayout(manifest: Manifest, mesh: Mesh) -> Relayout:
         if name not in gone
     }
     aliases = {alias: name for alias, name in manifest.aliases.items() if name not in gone}
-    return Relayout(structure_of(mesh, held, aliases), values, dropped)
-
-
-def structure_of(
-    mesh: Mesh, held: Mapping[str, HeldTensor], aliases: Mapping[str, str]
-) -> Structure:
-    """The structure that ranks which hold these tensors would have agreed upon."""
-    numbers: dict[Placement, int] = {}
-    tensors: dict[str, TensorSpec] = {}
-    for name in sorted(held):
-        number = numbers.setdefault(held[name].placement, len(numbers))
-        tensors[name] = TensorSpec(held[name].shape, held[name].dtype, number)
-    placements = tuple(numbers)
-    return Structure(
-        mesh=mesh,
-        placements=placements,
-        tensors=tensors,
-        aliases=dict(sorted(aliases.items())),
-        digest=plan_digest(mesh, placements, tensors),
-    )
+    values = {name: value for name, value in values.items() if name not in gone}
+    return Relayout(structure_of(mesh, held, aliases), values, tuple(sorted(gone)))
 
 
 class _Rule:
@@ -109,10 +92,8 @@ class _Rule:
             splits.sort(key=lambda split: split.dim)
             pp = self._sizes[PIPELINE]
             held = parameter_stages(fqn, self._pipeline.stages, pp, self._tied)
-            if held is not None and pp > 1:
+            if held is not None:
                 pins[PIPELINE] = Pin(PIPELINE, held)
-            elif pp == 1:
-                pins.pop(PIPELINE, None)
         return Placement(tuple(splits), tuple(pins[axis] for axis in sorted(pins)))
 
 
@@ -128,20 +109,6 @@ def parameter_of(name: str) -> str:
     """The parameter that a tensor of the model or the optimizer belongs to; "" for others."""
     parts = name.split("/")
     return parts[1] if len(parts) > 1 and parts[0] in ("model", "optimizer") else ""
-
-
-def parameter_stages(
-    fqn: str, stages: Sequence[Sequence[int]], pp: int, tied: bool
-) -> tuple[int, ...] | None:
-    """The pp coordinates that hold a parameter, or None where its name does not tell."""
-    layer = layer_of(fqn)
-    if layer is not None:
-        numbers = (number % pp for number, layers in enumerate(stages) if layer in layers)
-        held = next(numbers, None)
-        return None if held is None else (held,)
-    if fqn == EMBEDDINGS:
-        return (0, pp - 1) if tied and pp > 1 else (0,)
-    return (pp - 1,) if fqn in ("norm.weight", OUTPUT) else None
 
 
 class Pipeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -188,10 +155,3 @@ def relaid_values(values: Mapping[str, Any], layout: Layout, file: str) -> dict[
             parallel["virtual"] = pipeline.virtual
         changed["config"] = config | {"parallel": parallel}
     return changed
-
-
-def split_layers(layers: int, stages: int) -> list[list[int]]:
-    """Consecutive layers for each stage, as even as can be, the larger shares first."""
-    share, extra = divmod(layers, stages)
-    starts = [stage * share + min(stage, extra) for stage in range(stages + 1)]
-    return [list(range(start, end)) for start, end in itertools.pairwise(starts)]

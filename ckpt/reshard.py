@@ -87,7 +87,7 @@ def reshard(
         job=manifest.job,
         above=max((each.number for each in lineage.generations), default=0),
         mesh=planned.structure.mesh,
-        parent=Parent(source.store.url, manifest.job, manifest.state, weights_only=False),
+        parent=Parent(source.store.url, manifest.job, manifest.state, False),
         config=config if isinstance(config, dict) else {},
         by=by,
     )

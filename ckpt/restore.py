@@ -18,10 +18,10 @@ from itertools import islice
 
 from keepstep.ckpt.checksum import CHUNK_BYTES
 from keepstep.ckpt.errors import NotRestorable, StructureMismatch
-from keepstep.ckpt.image import ImageHeader
-from keepstep.ckpt.manifest import Manifest
+from keepstep.ckpt.image import ImageHeader, ImageItem
+from keepstep.ckpt.manifest import Manifest, TensorSpec
 from keepstep.ckpt.plan import Plan
-from keepstep.ckpt.region import Box, Region, intersect, relative_to, runs
+from keepstep.ckpt.region import Box, Region, intersect, relative_to, runs, strides
 from keepstep.ckpt.structure import Structure
 
 RANK_PREFIX = "rank/"
@@ -110,17 +110,17 @@ def compare(structure: Structure, manifest: Manifest, options: Options) -> dict[
     """Which stored tensor each tensor of `structure` gets: name -> name in the manifest.
 
     Tied weights may go by any of their names, here and there. What belongs to one rank is left
-    out if the mesh is another one.
+    out unless `has_ranks`.
 
     Raises:
         StructureMismatch: with the complete lists, for what `options` does not allow. Another
             shape is never allowed.
     """
-    same_mesh = structure.mesh == manifest.mesh
+    with_ranks = has_ranks(structure, manifest)
     chosen: dict[str, str] = {}
     missing, changed = [], []
     for name, spec in structure.tensors.items():
-        if not options.wants(name) or not (same_mesh or is_common(name)):
+        if not options.wants(name) or not (with_ranks or is_common(name)):
             continue
         stored = _stored_name(name, structure.aliases, manifest)
         if stored is None:
@@ -138,7 +138,7 @@ def compare(structure: Structure, manifest: Manifest, options: Options) -> dict[
     unexpected = [
         name
         for name in manifest.tensors
-        if name not in known and options.wants(name) and (same_mesh or is_common(name))
+        if name not in known and options.wants(name) and (with_ranks or is_common(name))
     ]
     refused = StructureMismatch(
         f"the checkpoint of generation {manifest.state.generation}, step {manifest.state.step} "
@@ -152,8 +152,17 @@ def compare(structure: Structure, manifest: Manifest, options: Options) -> dict[
     return chosen
 
 
+def has_ranks(structure: Structure, manifest: Manifest) -> bool:
+    """Whether what belongs to single ranks is to be restored.
+
+    Not into another mesh; nor from a checkpoint that has nothing of the kind, as a reshard makes.
+    """
+    names = (*manifest.tensors, *manifest.values)
+    return structure.mesh == manifest.mesh and not all(map(is_common, names))
+
+
 def is_common(name: str) -> bool:
-    """Whether a tensor belongs to the run, and not to one rank."""
+    """Whether a tensor or value belongs to the run, and not to one rank."""
     return not name.startswith(RANK_PREFIX)
 
 
@@ -182,19 +191,22 @@ def find_sources(
 
 
 def plan_reads(
-    sources: Mapping[int, Sequence[Source]], headers: Mapping[int, ImageHeader]
+    sources: Mapping[int, Sequence[Source]],
+    headers: Mapping[int, ImageHeader],
+    tensors: Mapping[str, TensorSpec],
 ) -> ReadPlan:
-    """The reads that bring all sources, given the headers of their images.
+    """The reads that bring all sources, given their images' headers and the manifest's tensors.
 
     Raises:
-        NotRestorable: if an image does not have what the plan says it has.
+        FormatError: if an image does not have what the plan says it has.
     """
     reads: list[Read] = []
     pieces: list[Piece] = []
     stage_offset = 0
     for rank in sorted(sources):
         header = headers[rank]
-        spans = [_span(source, header) for source in sources[rank]]
+        items = [header.item(one.stored, tensors[one.stored], one.owned) for one in sources[rank]]
+        spans = [_span(*pair) for pair in zip(sources[rank], items, strict=True)]
         staged = _merged([_chunks(low, high) for low, high in spans])
         offsets: list[int] = []
         for first, last in staged:
@@ -204,8 +216,8 @@ def plan_reads(
         needed = _merged(
             [
                 chunks
-                for source, span in zip(sources[rank], spans, strict=True)
-                for chunks in _needed_chunks(source, header, span)
+                for source, item, span in zip(sources[rank], items, spans, strict=True)
+                for chunks in _needed_chunks(source, item, span)
             ]
         )
         place = _Places(staged, offsets)
@@ -213,10 +225,9 @@ def plan_reads(
             start = first * CHUNK_BYTES
             end = min(last * CHUNK_BYTES, header.data_bytes)
             reads.append(Read(rank, start, end - start, place.of(start)))
-        for source, (low, _) in zip(sources[rank], spans, strict=True):
-            dtype = header.items[source.stored].dtype.name
-            strides = _strides(source.owned.sizes)
-            pieces.append(Piece(source.name, dtype, source.box, place.of(low), strides))
+        for source, item, (low, _) in zip(sources[rank], items, spans, strict=True):
+            steps = strides(source.owned.sizes)
+            pieces.append(Piece(source.name, item.dtype.name, source.box, place.of(low), steps))
     return ReadPlan(tuple(reads), tuple(pieces), stage_offset)
 
 
@@ -241,18 +252,12 @@ def _stored_name(name: str, aliases: Mapping[str, str], manifest: Manifest) -> s
     return next((other for other in others if other in manifest.tensors), None)
 
 
-def _span(source: Source, header: ImageHeader) -> tuple[int, int]:
+def _span(source: Source, item: ImageItem) -> tuple[int, int]:
     """First and one-after-last byte of the needed part, counted from the start of the data."""
-    item = header.items.get(source.stored)
-    if item is None or item.box != source.owned:
-        raise NotRestorable(
-            f"the image of rank {header.rank} should have {source.owned} of {source.stored!r}, "
-            f"but has {None if item is None else item.box}"
-        )
     part = relative_to(source.box, source.owned)
     low = high = 0
     for offset, size, stride in zip(
-        part.offsets, part.sizes, _strides(source.owned.sizes), strict=True
+        part.offsets, part.sizes, strides(source.owned.sizes), strict=True
     ):
         low += offset * stride
         high += (offset + size - 1) * stride
@@ -260,11 +265,8 @@ def _span(source: Source, header: ImageHeader) -> tuple[int, int]:
     return item.offset + low * itemsize, item.offset + (high + 1) * itemsize
 
 
-def _needed_chunks(
-    source: Source, header: ImageHeader, span: tuple[int, int]
-) -> list[tuple[int, int]]:
+def _needed_chunks(source: Source, item: ImageItem, span: tuple[int, int]) -> list[tuple[int, int]]:
     """The chunks [first, last) that hold the needed part: without gaps of a chunk and more."""
-    item = header.items[source.stored]
     length = source.box.volume * item.dtype.itemsize
     if span[1] - span[0] < length + 2 * CHUNK_BYTES:
         return [_chunks(*span)]
@@ -287,11 +289,3 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((first, last))
     return merged
-
-
-def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements from one index to the next along each dim of a row-major array."""
-    strides = [1] * len(sizes)
-    for dim in range(len(sizes) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * sizes[dim + 1]
-    return tuple(strides)

@@ -13,7 +13,7 @@ from keepstep.ckpt.arena import Arena
 from keepstep.ckpt.capture import Capture
 from keepstep.ckpt.checksum import chunk_digests
 from keepstep.ckpt.errors import CheckpointError
-from keepstep.ckpt.image import build, image_record, seal
+from keepstep.ckpt.image import build, image_record, items_of, seal
 from keepstep.ckpt.keys import image_key
 from keepstep.ckpt.manifest import ImageRecord, State
 from keepstep.ckpt.plan import Plan
@@ -47,10 +47,7 @@ class Saver:
         self._store = store
         mesh = structure.mesh
         owned = Plan(mesh, structure.placements, structure.tensors).owned(registry.rank)
-        items = {
-            name: (structure.tensors[name].dtype, structure.tensors[name].shape, box)
-            for name, box in owned.items()
-        }
+        items = items_of(structure.tensors, owned)
         start = State(generation=0, step=0)
         self._header = build(job, start, registry.rank, mesh, structure.digest, items)
         self._owns_bytes = self._header.data_bytes > 0

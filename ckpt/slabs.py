@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 
-from keepstep.ckpt.region import Box
+from keepstep.ckpt.region import Box, strides
 
 SLAB_BYTES = 8 << 20
 """Default size of a piece: many checksum chunks, and little beside the memory bound."""
-
-
-def strides(sizes: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Bytes from one index to the next along each dim of a row-major array."""
-    return tuple(itemsize * math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def slabs(

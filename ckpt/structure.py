@@ -7,7 +7,7 @@ this is done once, and the plan of every save follows from it with no further wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -81,18 +81,25 @@ def merge_structures(parts: Sequence[RankStructure]) -> Structure:
             alias_from.setdefault(alias, part.rank)
     _check_holders(mesh, seen, holders)
     _check_aliases(seen, aliases)
-    placements: dict[Placement, int] = {}
+    return structure_of(mesh, seen, aliases)
+
+
+def structure_of(
+    mesh: Mesh, held: Mapping[str, HeldTensor], aliases: Mapping[str, str]
+) -> Structure:
+    """The structure that ranks which hold these tensors would have agreed upon."""
+    numbers: dict[Placement, int] = {}
     tensors: dict[str, TensorSpec] = {}
-    for name in sorted(seen):
-        held = seen[name]
-        index = placements.setdefault(held.placement, len(placements))
-        tensors[name] = TensorSpec(shape=held.shape, dtype=held.dtype, placement=index)
+    for name in sorted(held):
+        number = numbers.setdefault(held[name].placement, len(numbers))
+        tensors[name] = TensorSpec(held[name].shape, held[name].dtype, number)
+    placements = tuple(numbers)
     return Structure(
         mesh=mesh,
-        placements=tuple(placements),
+        placements=placements,
         tensors=tensors,
         aliases=dict(sorted(aliases.items())),
-        digest=plan_digest(mesh, tuple(placements), tensors),
+        digest=plan_digest(mesh, placements, tensors),
     )
 
 

@@ -91,12 +91,13 @@ def verify(
     """
     findings: list[Finding] = []
     records = _read_log(store, findings)
+    is_log_whole = not findings
     lineage = fold(records)
     states = tuple((choose or _present)(lineage))
     tally = _Tally(on_progress)
     for commit in states:
         findings += _check_state(store, lineage.job, commit, tally, threads)
-    unreferenced = tuple(_unreferenced(store, lineage))
+    unreferenced = tuple(_unreferenced(store, lineage, is_log_whole))
     return Report(
         lineage.job, len(records), states, tally.done_bytes, tuple(findings), unreferenced
     )
@@ -190,7 +191,7 @@ def _check_manifest(
         yield Finding(key, "images", (), f"{commit.size_bytes} bytes in all", str(total_bytes))
 
 
-def _unreferenced(store: Store, lineage: Lineage) -> Iterator[Unreferenced]:
+def _unreferenced(store: Store, lineage: Lineage, is_log_whole: bool) -> Iterator[Unreferenced]:
     present = {commit.state: commit for commit in _present(lineage)}
     ranks: dict[State, set[int] | None] = {}
     for info in store.list(""):
@@ -198,7 +199,7 @@ def _unreferenced(store: Store, lineage: Lineage) -> Iterator[Unreferenced]:
         if key is None:
             yield Unreferenced(info.key, info.size_bytes, "foreign: not a name of this format")
         elif isinstance(key, ManifestKey | ImageKey):
-            reason = _why_unreferenced(key, lineage)
+            reason = _why_unreferenced(key, lineage) if is_log_whole else _LOG_DAMAGED
             if key.state in present:
                 if isinstance(key, ManifestKey):
                     continue
@@ -210,6 +211,9 @@ def _unreferenced(store: Store, lineage: Lineage) -> Iterator[Unreferenced]:
                 reason = "its checkpoint's manifest does not name it"
             yield Unreferenced(info.key, info.size_bytes, reason)
     yield from (_leftover(info) for info in store.leftovers(""))
+
+
+_LOG_DAMAGED = "unknown: the log is damaged, and what is lost of it may refer to this: keep it"
 
 
 def _why_unreferenced(key: ManifestKey | ImageKey, lineage: Lineage) -> str:

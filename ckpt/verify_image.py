@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from keepstep.ckpt.checksum import CHUNK_BYTES, CHUNK_DIGITS, chunk_count, chunk_digests, digest128
-from keepstep.ckpt.image import LENGTH_BYTES, ImageHeader, build
+from keepstep.ckpt.image import CHUNKS_AT, LENGTH_BYTES, ImageHeader, build, items_of
 from keepstep.ckpt.keys import image_key
 from keepstep.ckpt.manifest import ImageRecord, Manifest
 from keepstep.ckpt.plan import Plan
@@ -26,8 +26,6 @@ from keepstep.storage.store import Store
 
 SPAN_BYTES = 8 * CHUNK_BYTES
 """How much a thread reads, and holds, at a time."""
-
-_CHUNKS_KEY = b'"chunks":"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +53,7 @@ class Finding:
 
 def planned_header(manifest: Manifest, plan: Plan, rank: int) -> ImageHeader:
     """The header that the image of `rank` must have, with zeros for the checksums."""
-    specs = manifest.tensors
-    boxes = plan.owned(rank)
-    items = {name: (specs[name].dtype, specs[name].shape, box) for name, box in boxes.items()}
+    items = items_of(manifest.tensors, plan.owned(rank))
     job, state, mesh = manifest.job, manifest.state, manifest.mesh
     return build(job, state, rank, mesh, manifest.plan_digest, items)
 
@@ -105,19 +101,14 @@ def _size_finding(file: str, planned: ImageHeader, size_bytes: int) -> Finding:
     return Finding(file, "size", tuple(lost), f"{planned.size_bytes} bytes", f"{size_bytes}")
 
 
-def _digests_at(planned: ImageHeader) -> int:
-    return planned.encoded.index(_CHUNKS_KEY) + len(_CHUNKS_KEY)
-
-
 def _digests_in(header: bytes, planned: ImageHeader) -> bytes:
     """The bytes at the place of the checksums."""
-    start = _digests_at(planned)
-    return header[start : start + CHUNK_DIGITS * chunk_count(planned.data_bytes)]
+    return header[CHUNKS_AT : CHUNKS_AT + CHUNK_DIGITS * chunk_count(planned.data_bytes)]
 
 
 def _with_digests(planned: ImageHeader, digests: bytes) -> bytes:
-    start = _digests_at(planned)
-    return planned.encoded[:start] + digests + planned.encoded[start + len(digests) :]
+    end = CHUNKS_AT + len(digests)
+    return planned.encoded[:CHUNKS_AT] + digests + planned.encoded[end:]
 
 
 def _header_finding(file: str, planned: ImageHeader, record: ImageRecord, header: bytes) -> Finding:

@@ -19,7 +19,7 @@ from keepstep.ckpt.checksum import CHUNK_BYTES
 from keepstep.ckpt.commit import commit
 from keepstep.ckpt.entry import Commit, Generation, Parent
 from keepstep.ckpt.errors import CheckpointError
-from keepstep.ckpt.image import ImageHeader, build, image_record, seal
+from keepstep.ckpt.image import ImageHeader, build, image_record, items_of, seal
 from keepstep.ckpt.keys import image_key
 from keepstep.ckpt.log import Log
 from keepstep.ckpt.manifest import FORMAT_VERSION, ImageRecord, Manifest, State
@@ -102,10 +102,7 @@ def write_state(
     for rank in range(mesh_size(structure.mesh)):
         owned = plan.owned(rank)
         if owned:
-            items = {
-                name: (structure.tensors[name].dtype, structure.tensors[name].shape, box)
-                for name, box in owned.items()
-            }
+            items = items_of(structure.tensors, owned)
             header = build(job, state, rank, structure.mesh, structure.digest, items)
             records.append(write_image(log.store, header, pieces, on_bytes))
     record = commit(

@@ -8,6 +8,7 @@ training goes on.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,14 +18,16 @@ import torch.distributed as dist
 
 from keepstep.ckpt.agree import all_gather_bytes
 from keepstep.ckpt.commit import commit
-from keepstep.ckpt.errors import CheckpointError, LogError, NotCommitted, Superseded
+from keepstep.ckpt.errors import CheckpointError, Superseded
 from keepstep.ckpt.gc import collect
+from keepstep.ckpt.keys import image_key
 from keepstep.ckpt.log import Log
 from keepstep.ckpt.manifest import FORMAT_VERSION, ImageRecord, Manifest, State
 from keepstep.ckpt.retention import Policy
 from keepstep.ckpt.save import Saver
 from keepstep.ckpt.structure import Structure
 from keepstep.storage.errors import StoreError
+from keepstep.storage.store import Store
 
 Tell = Callable[..., None]
 """`tell(kind, reason, **details)`: an event of rank 0; does nothing elsewhere."""
@@ -58,6 +61,7 @@ class Checkpointing:
         self,
         saver: Saver,
         structure: Structure,
+        store: Store,
         *,
         job_name: str,
         generation: int,
@@ -72,6 +76,7 @@ class Checkpointing:
         Args:
             saver: of this rank.
             structure: of all ranks.
+            store: where the saver writes.
             job_name: the store's job.
             generation: under which states are named.
             log: on rank 0, with its term taken; None on the others.
@@ -82,6 +87,7 @@ class Checkpointing:
         """
         self._saver = saver
         self._structure = structure
+        self._store = store
         self._job_name = job_name
         self._generation = generation
         self._log = log
@@ -138,11 +144,14 @@ class Checkpointing:
         pending = self._pending
         assert pending is not None
         self._pending = None
-        outcomes = self._exchange(self._take_outcome())
+        mine = self._take_outcome()
+        outcomes = self._exchange(mine)
         problems = [
             f"rank {rank}: {one.problem}" for rank, one in enumerate(outcomes) if one.problem
         ]
         errno = next((one.errno for one in outcomes if one.errno is not None), None)
+        if problems and mine.image is not None:
+            self._discard(pending.state, mine.image.rank)
         if not problems:
             made = self._exchange(self._commit(pending, outcomes))[0]
             problems, errno = [made.problem] if made.problem else [], made.errno
@@ -153,8 +162,8 @@ class Checkpointing:
         self.last_problem = ""
         return True
 
-    def collect(self) -> None:
-        """Let retention take what it may, on rank 0; a store that refuses is told, no more.
+    def collect(self, *, leftovers_only: bool = False) -> None:
+        """Let retention take what it may, on rank 0; a store or log that refuses is told, no more.
 
         Raises:
             Superseded: as `finish`.
@@ -162,15 +171,17 @@ class Checkpointing:
         if self._log is None:
             return
         try:
-            report = collect(self._log, self._policy, is_thorough=False)
+            policy = Policy(keep_last=0) if leftovers_only else self._policy
+            report = collect(self._log, policy, is_thorough=False)
         except Superseded:
             raise
-        except (StoreError, LogError) as error:
+        except (StoreError, CheckpointError) as error:
             self._tell("retention_failed", str(error))
             return
         if report.retired:
             steps = [state.step for state in report.retired]
-            self._tell("retired", f"retention: {self._policy}", steps=steps)
+            states = [[state.generation, state.step] for state in report.retired]
+            self._tell("retired", f"retention: {self._policy}", steps=steps, states=states)
 
     def close(self) -> None:
         """Free the saver's thread and memory."""
@@ -183,6 +194,14 @@ class Checkpointing:
             return Outcome(problem=str(error), errno=error.errno)
         except CheckpointError as error:
             return Outcome(problem=str(error))
+
+    def _discard(self, state: State, rank: int) -> None:
+        """Delete this rank's image of a save that failed before anybody tried to commit it.
+
+        Else failed saves would fill a store that is short of space, and the next would fail too.
+        """
+        with contextlib.suppress(StoreError):  # what stays is unreferenced, and gc takes it later
+            self._store.delete(image_key(state, rank))
 
     def _exchange(self, outcome: Outcome) -> list[Outcome]:
         said = all_gather_bytes(self._control, msgspec.json.encode(outcome))
@@ -200,7 +219,7 @@ class Checkpointing:
             raise
         except StoreError as error:
             return Outcome(problem=str(error), errno=error.errno)
-        except (NotCommitted, LogError) as error:
+        except CheckpointError as error:
             return Outcome(problem=str(error))
         took_s = time.monotonic() - pending.started_s
         step = pending.state.step

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import tomllib
 import types
 import typing
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from keepstep.ckpt.names import job_fault
 from keepstep.trainer.errors import ConfigError
 from keepstep.trainer.model_config import (
     BatchConfig,
@@ -200,18 +202,35 @@ _LEAST: dict[str, float] = {
     "run.evaluate_batches": 1,
     "run.patience_s": 1,
     "model.vocab_size": 0,
+    "model.norm_eps": 0,
+    "optim.lr": 0,
+    "optim.lr_min_ratio": 0,
+    "optim.warmup_steps": 0,
+    "optim.schedule_steps": 0,
+    "optim.beta1": 0,
+    "optim.beta2": 0,
+    "optim.eps": 0,
+    "optim.weight_decay": 0,
+    "optim.clip_norm": 0,
     "data.vocab_multiple": 1,
     "data.heldout_fraction": 0,
 }
 
 
 def _check_ranges(config: Config) -> None:
-    """Ranges of the keys that this file owns; `check.py` judges what the numerics need."""
+    """Ranges of single keys; `check.py` judges what must fit together."""
     for name, least in _LEAST.items():
         section, key = name.split(".")
         value = getattr(getattr(config, section), key)
         if not value >= least:
             raise ConfigError(f"{name}: expected at least {least:g}, found {value}")
+        if math.isinf(value):
+            raise ConfigError(f"{name}: expected a finite number, found {value}")
+    for name, value in (("beta1", config.optim.beta1), ("beta2", config.optim.beta2)):
+        if value >= 1:
+            raise ConfigError(f"optim.{name}: expected below 1, found {value}")
+    if not 0 < config.model.rope_theta < math.inf:
+        raise ConfigError(f"model.rope_theta: expected above 0, found {config.model.rope_theta}")
     if config.run.seed >= 1 << 63:
         raise ConfigError(f"run.seed: expected below 2^63, found {config.run.seed}")
     if config.data.heldout_fraction > 0.5:
@@ -223,7 +242,6 @@ def _check_ranges(config: Config) -> None:
             f"run.evaluate_every is {config.run.evaluate_every} but data.heldout_fraction is 0: "
             "nothing is held out to evaluate on; set one of them"
         )
-    if not config.run.name or len(config.run.name) > 100 or not config.run.name.isprintable():
-        raise ConfigError(
-            f"run.name: expected 1 to 100 printable characters, found {config.run.name!r}"
-        )
+    fault = job_fault(config.run.name)
+    if fault is not None:
+        raise ConfigError(f"run.name: {config.run.name[:200]!r} {fault}")

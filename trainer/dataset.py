@@ -15,11 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from keepstep.trainer.errors import DataError
+from keepstep.trainer.model_config import IGNORED
 from keepstep.trainer.order import Indices, Order, share
 from keepstep.trainer.tokenfile import TokenFile
-
-IGNORED = -100
-"""The label of a position that has none."""
 
 Ids = npt.NDArray[np.int64]
 
@@ -117,7 +115,7 @@ def open_corpus(
         raise DataError(
             f"{tokens.path}: {tokens.token_count} tokens give {len(training)} training windows of "
             f"{seq_len}, fewer than the {batch} of one step; give more text, or lower "
-            "data.batch or model.seq_len",
+            "batch.global_batch or model.seq_len",
             file=str(tokens.path),
             field="tokens",
             expected=f"at least {batch} windows of {seq_len}",

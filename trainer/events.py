@@ -1,7 +1,8 @@
 """`events.jsonl`: what happened to a run, with time, who, and why. Append-only.
 
-Kinds: started, resumed, checkpoint_committed, checkpoint_failed, checkpoint_waited, retired,
-config_changed, evaluated, stop_requested, stopped, superseded, refused, failed, repaired.
+Kinds: started, resumed, config_changed, checkpoint_passed_over, checkpoint_committed,
+checkpoint_failed, checkpoint_waited, retired, retention_failed, evaluated, skipped, stopped,
+refused, failed, repaired.
 """
 
 from __future__ import annotations

@@ -150,9 +150,10 @@ def _rendezvous_directory() -> Iterator[Path]:
     parent = Path(tempfile.gettempdir())
     for stale in parent.glob(f"{_RENDEZVOUS_PREFIX}*"):
         pid, _, ticks = stale.name.removeprefix(_RENDEZVOUS_PREFIX).partition("-")
-        is_ours = stale.lstat().st_uid == os.getuid() and pid.isdigit()
-        if is_ours and str(process_start_ticks(int(pid))) != ticks:
-            shutil.rmtree(stale, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another launcher was faster
+            is_ours = stale.lstat().st_uid == os.getuid() and pid.isdecimal()
+            if is_ours and str(process_start_ticks(int(pid))) != ticks:
+                shutil.rmtree(stale, ignore_errors=True)
     pid_now = os.getpid()
     path = parent / f"{_RENDEZVOUS_PREFIX}{pid_now}-{process_start_ticks(pid_now)}"
     path.mkdir(mode=0o700)

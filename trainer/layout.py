@@ -1,13 +1,18 @@
-"""Which rank holds what: plain arithmetic that needs no torch and no process group."""
+"""Which rank holds what, by the rules of `ckpt`; needs no torch and no process group.
+
+AXES is that of `ckpt.layout`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
+from keepstep.ckpt import placement
+from keepstep.ckpt.layout import Layout, mesh_of
+from keepstep.ckpt.llama import EMBEDDINGS, OUTPUT
+from keepstep.ckpt.placement import Mesh
+from keepstep.ckpt.stages import parameter_stages, split_layers
 from keepstep.trainer.model_config import ParallelConfig
-
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
 @dataclass(frozen=True)
@@ -21,26 +26,26 @@ class Coordinates:
     dp: int
 
 
-def axis_sizes(parallel: ParallelConfig) -> tuple[int, int, int, int]:
+def mesh(parallel: ParallelConfig) -> Mesh:
+    """The grid of ranks: AXES with their sizes, outermost first."""
+    layout = Layout(parallel.dp, parallel.tp, parallel.pp, parallel.dp_replicate)
+    return mesh_of(layout)
+
+
+def axis_sizes(parallel: ParallelConfig) -> tuple[int, ...]:
     """Sizes of AXES, outermost first."""
-    return (parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.tp)
+    return tuple(axis.size for axis in mesh(parallel).axes)
 
 
 def coordinates(parallel: ParallelConfig, rank: int) -> Coordinates:
     """The place of `rank`, which counts row-major over AXES."""
-    rest, tp = divmod(rank, parallel.tp)
-    pp, dp = divmod(rest, parallel.dp)
-    replicate, shard = divmod(dp, parallel.dp_shard)
-    return Coordinates(pp, replicate, shard, tp, dp)
+    pp, replicate, shard, tp = placement.coordinates(mesh(parallel), rank)
+    return Coordinates(pp, replicate, shard, tp, dp=replicate * parallel.dp_shard + shard)
 
 
 def stage_layers(layers: int, stages: int) -> tuple[tuple[int, ...], ...]:
     """The layers of each stage: contiguous, each once; if uneven the first stages get one more."""
-    short, longer = divmod(layers, stages)
-    ends = [0]
-    for stage in range(stages):
-        ends.append(ends[-1] + short + (stage < longer))
-    return tuple(tuple(range(a, b)) for a, b in pairwise(ends))
+    return tuple(map(tuple, split_layers(layers, stages)))
 
 
 def stages_of(parallel: ParallelConfig, pp_rank: int) -> tuple[int, ...]:
@@ -50,13 +55,10 @@ def stages_of(parallel: ParallelConfig, pp_rank: int) -> tuple[int, ...]:
 
 def pp_coordinates(name: str, layers: int, parallel: ParallelConfig, tied: bool) -> tuple[int, ...]:
     """The pipeline ranks that hold the parameter `name`, ascending (two for a tied pair)."""
-    last = (parallel.stages - 1) % parallel.pp
-    if name in ("tok_embeddings.weight", "output.weight") and tied:
-        return tuple(sorted({0, last}))
-    if name == "tok_embeddings.weight":
-        return (0,)
-    if not name.startswith("layers."):
-        return (last,)
-    layer = int(name.split(".")[1])
-    stages = stage_layers(layers, parallel.stages)
-    return (next(s for s, held in enumerate(stages) if layer in held) % parallel.pp,)
+    if tied and name == OUTPUT:
+        name = EMBEDDINGS
+    stages = split_layers(layers, parallel.stages)
+    held = parameter_stages(name, stages, parallel.pp, tied)
+    if held is None:
+        raise ValueError(f"{name!r} is no parameter of a Llama of {layers} layers")
+    return held

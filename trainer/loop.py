@@ -69,6 +69,7 @@ def run_rank(job: Job, seat: Seat) -> None:
     """
     stop = StopRequest(exit_on_second=seat.exit_on_second)
     torch.set_num_threads(1)
+    torch.manual_seed((job.config.run.seed * 1_000_003 + seat.rank) % (1 << 63))
     device = devices.choose(job.config.run.device, seat.local_rank)
     with _process_group(job, seat, device) as control:
         grid = make_grid(job.config.parallel, device.device)
@@ -156,6 +157,7 @@ class _Run:
         self._checkpointing = Checkpointing(
             self._saver,
             self._structure,
+            self._store,
             job_name=config.name,
             generation=begun.generation,
             log=self._log,
@@ -166,9 +168,14 @@ class _Run:
         )
         checkpoint_bytes = sum(self._gather(self._saver.size_bytes))
         self._tell_beginning(begun, checkpoint_bytes)
+        # What a killed run left may be all the space that the next save needs.
+        self._checkpointing.collect(leftovers_only=True)
 
     def _tell_beginning(self, begun: Beginning, checkpoint_bytes: int) -> None:
         layout = dict(layout_values(self._job.layout))
+        if self._metrics is not None and self._metrics.repaired_bytes:
+            torn_bytes = self._metrics.repaired_bytes
+            self._tell("repaired", f"cut a torn last line of {torn_bytes} bytes off metrics.jsonl")
         for problem in begun.passed_over:
             self._tell("checkpoint_passed_over", problem)
         if begun.changed:
@@ -203,7 +210,7 @@ class _Run:
         """Step until `run.steps`, or until somebody asked to stop; the last step is committed."""
         checkpointing = self._checkpointing
         assert checkpointing is not None
-        steps = self._job.config.run.steps
+        first, steps = self._position.step, self._job.config.run.steps
         should_stop = False
         while self._position.step < steps and not should_stop:
             should_stop = self._step(checkpointing)
@@ -219,7 +226,12 @@ class _Run:
                     f"{checkpointing.last_problem}; the last good commit is "
                     f"{'none' if last is None else f'step {last.step}'}"
                 )
-        reason = f"reached run.steps = {steps}" if step >= steps else self._stop_reason()
+        if step > first and step >= steps:
+            reason = f"reached run.steps = {steps}"
+        elif step >= steps:
+            reason = f"step {step} had been done already, and run.steps is {steps}"
+        else:
+            reason = self._stop.reason or "another rank was asked to stop"
         self._tell("stopped", reason, step=step, generation=self._generation)
 
     def _step(self, checkpointing: Checkpointing) -> bool:
@@ -313,9 +325,6 @@ class _Run:
         self._tell("evaluated", f"held-out loss {loss:.4f}", step=step, loss=loss)
 
     # Words.
-
-    def _stop_reason(self) -> str:
-        return self._stop.reason or "another rank was asked to stop"
 
     def _tell(self, kind: str, reason: str, **details: object) -> None:
         """An event, of rank 0 alone."""

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100  # a label that says: this position is not part of the loss
+from keepstep.trainer.model_config import IGNORED
 
 
 def loss_sum(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -24,6 +25,8 @@ def loss_sum(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) ->
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     rows = logits.flatten(0, -2).to(dtype)
+    if group is None:
+        return F.cross_entropy(rows, labels.flatten(), ignore_index=IGNORED, reduction="sum")
     loss: Tensor = _VocabParallel.apply(rows, labels.flatten(), group)  # type: ignore[no-untyped-call]
     return loss
 
@@ -44,22 +47,20 @@ class _VocabParallel(torch.autograd.Function):
         ctx: Any,  # noqa: ANN401  torch gives its context no public type
         rows: Tensor,
         labels: Tensor,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup,
     ) -> Tensor:
         width = rows.shape[-1]
-        start = width * dist.get_rank(group) if group is not None else 0
+        start = width * dist.get_rank(group)
         valid = labels != IGNORED
         mine = valid & (labels >= start) & (labels < start + width)
         index = torch.where(mine, labels - start, 0).unsqueeze(-1)
         highest = rows.amax(dim=-1)
-        if group is not None:
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         shifted = rows - highest.unsqueeze(-1)
         target = torch.where(mine, shifted.gather(-1, index).squeeze(-1), 0.0)
         exponentials = shifted.exp_()
         sums = torch.stack((exponentials.sum(dim=-1), target))
-        if group is not None:
-            dist.all_reduce(sums, group=group)
+        dist.all_reduce(sums, group=group)
         probabilities = exponentials.div_(sums[0].unsqueeze(-1))
         ctx.save_for_backward(probabilities, index, mine, valid)
         return torch.where(valid, sums[0].log() - sums[1], 0.0).sum()
@@ -67,8 +68,6 @@ class _VocabParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
         probabilities, index, mine, valid = ctx.saved_tensors
-        one_hot = torch.zeros_like(probabilities).scatter_(
-            -1, index, mine.unsqueeze(-1).to(probabilities.dtype)
-        )
-        scale = grad * valid.unsqueeze(-1).to(probabilities.dtype)
-        return (probabilities - one_hot) * scale, None, None
+        scale = grad * valid.unsqueeze(-1)
+        rows = probabilities * scale
+        return rows.scatter_add_(-1, index, -scale * mine.unsqueeze(-1)), None, None

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from keepstep.trainer.layout import AXES, Coordinates, axis_sizes, coordinates
+from keepstep.ckpt.layout import AXES
+from keepstep.trainer.layout import Coordinates, axis_sizes, coordinates
 from keepstep.trainer.model_config import ParallelConfig
 
 

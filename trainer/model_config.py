@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+IGNORED = -100
+"""The label of a position that has none: not part of the loss."""
+
 Dtype = Literal["fp32", "fp64", "bf16"]
 Schedule = Literal["1f1b", "interleaved1f1b"]
 

@@ -14,7 +14,8 @@ from keepstep.trainer.events import read_events
 from keepstep.trainer.metrics import read_metrics
 
 LINE_EVERY_STEPS = 10
-_QUIET_EVENTS = frozenset(("retired", "stopped"))
+_QUIET_EVENTS = frozenset(("retired",))
+_AT_STEP = frozenset(("evaluated", "stopped"))
 
 
 def mebibytes(size_bytes: float) -> str:
@@ -42,6 +43,7 @@ class Display:
                 "(a second signal ends at once)",
                 highlight=False,
                 markup=False,
+                soft_wrap=True,
             )
 
     def _step(self, report: Mapping[str, Any]) -> None:
@@ -85,7 +87,7 @@ class Display:
 
 def _event_line(report: Mapping[str, Any]) -> str:
     details = report["details"]
-    step = f" at step {details['step']}" if report["event"] == "evaluated" else ""
+    step = f" at step {details['step']}" if report["event"] in _AT_STEP else ""
     line = f"{report['event'].replace('_', ' ')}{step}: {report['reason']}"
     if "checkpoint_bytes" in details:
         sizes = details["layout"]
@@ -116,8 +118,13 @@ def summary(run_dir: Path, store: str) -> list[str]:
     committed = read_events(run_dir, "checkpoint_committed")
     if not committed:
         return [*lines, "saved: nothing"]
-    retired = {step for event in read_events(run_dir, "retired") for step in event["steps"]}
-    kept = sorted({event["step"] for event in committed} - retired)
+    retired = {
+        tuple(state)
+        for event in read_events(run_dir, "retired")
+        for state in event.get("states", ())
+    }
+    states = {(event["generation"], event["step"]) for event in committed}
+    kept = sorted({step for _, step in states - retired})
     last = committed[-1]
     lines.append(
         f"saved: step{'s' if len(kept) > 1 else ''} {', '.join(map(str, kept))} "

@@ -1,9 +1,10 @@
 """Where a run begins: the newest good commit, another run's checkpoint, or nothing.
 
 Rank 0 takes a term, so that an older run can append nothing more, reads the log, and tells the
-others. A candidate is staged and verified on all ranks before any of them applies it (S6); if it
-is damaged anywhere, all go to the commit before it, together, with a `rewind` in the log. Only
-then the generation begins, in the log first, and only then anything is changed in memory.
+others. A candidate is staged and verified on all ranks before any of them applies it (S6). If it
+is damaged anywhere, all go to the commit before it, together, with a `rewind` in the log; if it
+cannot be read, none goes anywhere. Only then the generation begins, in the log first, and only
+then anything is changed in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from keepstep.ckpt.arena import Arena
 from keepstep.ckpt.entry import Generation, Parent, Rewind
 from keepstep.ckpt.errors import CheckpointError, NotRestorable, StructureMismatch
 from keepstep.ckpt.layout import layout_of, mesh_of
-from keepstep.ckpt.lineage import Committed, Lineage, resume_points, state_words
+from keepstep.ckpt.lineage import Lineage, resume_points, state_words
 from keepstep.ckpt.load import Staged, stage
 from keepstep.ckpt.log import Log
 from keepstep.ckpt.manifest import Manifest, State
@@ -36,6 +37,7 @@ from keepstep.ckpt.structure import Structure
 from keepstep.storage.errors import StoreError
 from keepstep.storage.locate import open_store
 from keepstep.storage.store import Store
+from keepstep.trainer.attempt import Attempt, attempt, is_damage
 from keepstep.trainer.errors import ResumeRefused, TrainerError
 from keepstep.trainer.job import Job
 from keepstep.trainer.resume import check_resumable
@@ -180,11 +182,19 @@ class Beginner:
         return Told(candidates=points, parent=parent, generation=number, term=term)
 
     def _check_config(self, lineage: Lineage) -> None:
-        """Refuse another run's checkpoint before anything is written to its log."""
-        for commit in resume_points(lineage)[:1]:
-            manifest = _readable_manifest(self._store, commit)
-            if manifest is not None:
-                self._check_manifest(manifest)
+        """Refuse another run's checkpoint before anything is written to its log.
+
+        Damaged manifests are passed by: that is found, and told, when they are staged.
+        """
+        for commit in resume_points(lineage):
+            try:
+                manifest = open_checkpoint(self._store, commit).manifest
+            except (CheckpointError, StoreError) as error:
+                if not is_damage(error):
+                    raise
+                continue
+            self._check_manifest(manifest)
+            return
 
     def _check_manifest(self, manifest: Manifest) -> list[str]:
         before = manifest.values.get("config")
@@ -228,36 +238,47 @@ class Beginner:
     ) -> tuple[State, Manifest, Staged]:
         """The newest candidate that verifies on all ranks; notes what was wrong with newer ones."""
         for state in candidates:
-            manifest, staged, problem = self._try_stage(state)
+            manifest, tried = self._try_stage(state)
+            doing = f"restoring {state_words(state)}"
             try:
-                agree(self._control, f"restoring {state_words(state)}", problem)
-            except OtherRanksFailed as error:
-                if staged is not None:
-                    staged.close()
+                self._refuse_in_trouble(doing, tried.trouble)
+                agree(self._control, doing, tried.damage)
+            except (OtherRanksFailed, ResumeRefused) as error:
+                if tried.found is not None:
+                    tried.found.close()
+                if isinstance(error, ResumeRefused):
+                    raise
                 passed_over.append(str(error))
                 continue
             assert manifest is not None
-            assert staged is not None
-            return state, manifest, staged
+            assert tried.found is not None
+            return state, manifest, tried.found
         raise NotRestorable(f"no commit in {self._store.url} could be restored", passed_over)
 
-    def _try_stage(self, state: State) -> tuple[Manifest | None, Staged | None, str | None]:
+    def _refuse_in_trouble(self, doing: str, trouble: str) -> None:
+        """A commit of which some rank knows nothing stays, and nobody goes on from an older one."""
+        try:
+            agree(self._control, doing, trouble)
+        except OtherRanksFailed as error:
+            raise ResumeRefused(
+                f"{error}. That is no proof of damage, so the commit was not passed over: start "
+                "again when all ranks can read it; if its files are lost for good, delete them"
+            ) from error
+
+    def _try_stage(self, state: State) -> tuple[Manifest | None, Attempt[Staged]]:
         """Stage a state on this rank; or what is wrong with it.
 
         Raises:
             ResumeRefused, StructureMismatch: it is whole, but of another run: on all ranks alike.
         """
-        try:
-            manifest = _manifest(self._store, state)
-            self._check_manifest(manifest)
-            staged = stage(
-                self._registry, self._structure, manifest, self._store, arena=self._arena
-            )
-        except StructureMismatch:
-            raise
-        except (CheckpointError, StoreError) as error:
-            return None, None, str(error)
-        return manifest, staged, None
+        read = attempt(lambda: _manifest(self._store, state))
+        manifest = read.found
+        if manifest is None:
+            return None, Attempt(damage=read.damage, trouble=read.trouble)
+        self._check_manifest(manifest)
+        return manifest, attempt(
+            lambda: stage(self._registry, self._structure, manifest, self._store, arena=self._arena)
+        )
 
     def _take_parent(self, told: Told) -> int:
         """Stage and apply another run's weights, with its optimizer state if asked for."""
@@ -301,8 +322,9 @@ class Beginner:
 
         def append(log: Log) -> Told:
             if passed_over:
-                log.append(Rewind(to=base, reason=passed_over[0][:2000]))
-            log.append(
+                log.append_from(base, Rewind(to=base, reason=passed_over[0][:2000]))
+            log.append_from(
+                base,
                 Generation(
                     number=told.generation,
                     hosts=tuple(hosts),
@@ -310,7 +332,7 @@ class Beginner:
                     base=base,
                     parent=told.parent,
                     config=self._job.tree(),
-                )
+                ),
             )
             return told
 
@@ -331,11 +353,3 @@ def _manifest(store: Store, state: State) -> Manifest:
         if commit.state == state:
             return open_checkpoint(store, commit).manifest
     raise NotRestorable(f"{store.url} has no live commit of {state_words(state)}")
-
-
-def _readable_manifest(store: Store, commit: Committed) -> Manifest | None:
-    """The manifest, or None if it is damaged (that is found, and told, when it is staged)."""
-    try:
-        return open_checkpoint(store, commit).manifest
-    except (CheckpointError, StoreError):
-        return None

@@ -262,6 +262,7 @@ def write_token_file(
         _write_index(temp_index, head, pointers)
         # A new .bin under an old .idx would be a damaged pair: take the index away first.
         index.unlink(missing_ok=True)
+        _fsync_directory(target.parent)
         temp.replace(target)
         temp_index.replace(index)
         _fsync_directory(target.parent)

@@ -100,7 +100,7 @@ class JsonTokenizer:
         if found is None:
             raise ConfigError(
                 f"{path}: no end-of-document token: the vocabulary has none of "
-                f"{', '.join(names)}; name one with data.end_of_document"
+                f"{', '.join(names)}; name one with --end-of-document"
             )
         self.info = TokenizerInfo(path.name, xxhash.xxh3_128_hexdigest(data), vocab_size, found)
 

@@ -180,7 +180,7 @@ class Trainable:
 def build(config: NumericsConfig, grid: Grid) -> Trainable:
     """Make this rank's stages, with their initial weights, and the optimizer. Collective.
 
-    The layout must have passed `check.problems`. Weights depend on (seed, name) only.
+    The layout must have passed `check.check`. Weights depend on (seed, name) only.
     """
     layers = stage_layers(config.model.layers, config.parallel.stages)
     stages: list[tuple[int, Llama]] = []

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -25,6 +24,8 @@ from keepstep.ckpt.errors import BadName, CheckpointError, NoSuchState
 from keepstep.ckpt.lineage import Committed, Lineage
 from keepstep.ckpt.log import Log
 from keepstep.ckpt.retention import Policy
+from keepstep.plan_cli import plan_app
+from keepstep.printing import print_json
 from keepstep.storage.errors import StoreError
 from keepstep.storage.locate import open_store
 from keepstep.storage.store import Store
@@ -41,6 +42,7 @@ app = typer.Typer(
 
 app.command("train")(train_commands.train)
 app.add_typer(train_commands.data_app, name="data")
+app.add_typer(plan_app, name="plan")
 
 StoreArgument = Annotated[
     str, typer.Argument(metavar="STORE[@STEP]", help="Path or URL; @STEP picks a checkpoint.")
@@ -93,7 +95,7 @@ def list_checkpoints(store: StoreArgument, as_json: JsonOption = False) -> None:
         wanted = find_present(lineage, step, place.url)
         rows = [row for row in rows if row.commit == wanted]
     if as_json:
-        _print_json(reports.ls_json(place.url, lineage, rows, views.now_utc()))
+        print_json(reports.ls_json(place.url, lineage, rows, views.now_utc()))
     elif rows:
         Console().print(views.checkpoint_table(rows, views.now_utc()))
     else:
@@ -135,7 +137,7 @@ def show(
         raise UsageFault(f"no tensor matches {' or '.join(match)}")
     records = list(read_entries(place)) if log else None
     if as_json:
-        return _print_json(reports.show_json(place.url, lineage, chosen, rows, records))
+        return print_json(reports.show_json(place.url, lineage, chosen, rows, records))
     console = Console()
     console.print(views.store_facts(place.url, lineage), Text())
     if chosen is None:
@@ -169,7 +171,7 @@ def verify_store(store: StoreArgument, as_json: JsonOption = False) -> None:
     if report.job is None and not report.findings:
         _read(place)  # says what is there instead of a log
     if as_json:
-        _print_json(reports.verify_json(place.url, report))
+        print_json(reports.verify_json(place.url, report))
     else:
         views.verify_report(report, Console())
     raise typer.Exit(1 if report.findings else 0)
@@ -206,7 +208,7 @@ def collect_garbage(
     policy = _policy(log.read(), keep_last, keep_every)
     report = collect(log, policy, is_dry_run=dry_run)
     if as_json:
-        _print_json(reports.gc_json(place.url, policy, report))
+        print_json(reports.gc_json(place.url, policy, report))
     else:
         views.gc_report(report, Console())
 
@@ -224,7 +226,7 @@ def diff_checkpoints(
     left, right = (_reader(text, find_present)[0] for text in (a, b))
     found = diff(left, right)
     if as_json:
-        _print_json(convert_views.diff_json(found))
+        print_json(convert_views.diff_json(found))
     else:
         convert_views.diff_report(found, Console())
     raise typer.Exit(0 if found.is_same else 1)
@@ -257,7 +259,7 @@ def reshard_checkpoint(
     except (BadLayout, TargetTaken) as error:
         raise UsageFault(str(error)) from error
     if as_json:
-        _print_json(convert_views.reshard_json(done, place.url))
+        print_json(convert_views.reshard_json(done, place.url))
     else:
         _print_lines(convert_views.reshard_text(done, place.url))
 
@@ -294,7 +296,7 @@ def export_model(
     except TargetTaken as error:
         raise UsageFault(str(error)) from error
     if as_json:
-        _print_json(convert_views.export_json(done, place.url))
+        print_json(convert_views.export_json(done, place.url))
     else:
         _print_lines(convert_views.export_text(done, place.url))
 
@@ -332,7 +334,7 @@ def import_model(
     except OSError as error:
         raise UsageFault(f"{error.filename or source}: {error.strerror}") from error
     if as_json:
-        _print_json(convert_views.import_json(done, place.url))
+        print_json(convert_views.import_json(done, place.url))
     else:
         _print_lines(convert_views.import_text(done, place.url))
 
@@ -420,10 +422,6 @@ def _policy(lineage: Lineage, keep_last: int | None, keep_every: int | None) -> 
 
 def _print_lines(lines: list[str]) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
-
-
-def _print_json(document: object) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(document)).decode() + "\n")
 
 
 if __name__ == "__main__":

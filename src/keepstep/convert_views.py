@@ -137,7 +137,7 @@ def reshard_text(done: Resharded, url: str) -> list[str]:
     ]
     if done.dropped:
         lines.append(
-            f"left out: {count_text(len(done.dropped), 'tensor')} of single ranks, such as "
+            f"left out: {count_text(len(done.dropped), 'item')} of single ranks, such as "
             f"{done.dropped[0]}; a run makes them anew"
         )
     return [*lines, f"go on from it: keepstep train ... --store {url} --layout {done.layout}"]

@@ -16,6 +16,8 @@ import msgspec
 import typer
 from rich.console import Console
 
+from keepstep.printing import print_json
+
 data_app = typer.Typer(no_args_is_help=True, help="Build and look at token files.")
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
@@ -127,7 +129,7 @@ def build(
             "digest": built.digest,
             "tokenizer": msgspec.to_builtins(made.info),
         }
-        _print_json(facts)
+        print_json(facts)
     else:
         _print(f"{built.path}: {built.tokens:,} tokens of {built.documents:,} documents")
 
@@ -162,7 +164,7 @@ def show(
     if ids is not None:
         facts["ids"] = ids
     if as_json:
-        _print_json(facts)
+        print_json(facts)
         return
     info = tokens.info
     _print(f"{tokens.path}: {tokens.token_count:,} tokens of {tokens.document_count:,} documents")
@@ -176,7 +178,3 @@ def show(
 
 def _print(text: str) -> None:
     sys.stdout.write(f"{text}\n")
-
-
-def _print_json(value: object) -> None:
-    _print(msgspec.json.encode(value).decode())

@@ -16,7 +16,7 @@ from keepstep.ckpt.keys import entry_key, image_key, manifest_key
 from keepstep.ckpt.manifest import decode_manifest
 from keepstep.ckpt.placement import Mesh, MeshAxis
 from keepstep.ckpt.verify import verify
-from keepstep.storage.errors import NoSpace, NotFound, OutcomeUnknown
+from keepstep.storage.errors import Denied, NoSpace, NotFound, OutcomeUnknown
 from keepstep.storage.memory import MemoryStore
 from keepstep.storage.store import Store
 
@@ -152,6 +152,15 @@ def test_a_lost_answer_does_not_commit_twice() -> None:
     assert [each.state.step for each in lineage.live] == [20, 10]
     assert lineage.ignored == ()
     assert lineage == log.read()
+
+
+def test_a_store_that_fails_after_the_entry_is_in_does_not_unsay_the_commit() -> None:
+    inner = MemoryStore()
+    behind = Fault(Action.FAIL, times=100, key_prefix=entry_key(3), error=Denied)
+    log = begin(FaultyStore(inner, behind))
+    record = commit(log, write_images(inner, state(1, 10)))
+    assert record.seq == 2
+    assert open_log(inner).read().live[0].state == state(1, 10)
 
 
 def test_an_answer_that_never_comes_is_reported_as_unknown() -> None:

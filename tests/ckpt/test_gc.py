@@ -70,6 +70,22 @@ def test_retention_goes_by_the_policy_and_what_stays_verifies() -> None:
     assert [each.state.step for each in after.states] == [40, 30]
 
 
+@pytest.mark.parametrize("harm", ["image gone", "image cut", "manifest gone", "manifest wrong"])
+def test_a_newest_commit_with_lost_files_does_not_cost_the_last_good_one(harm: str) -> None:
+    store = MemoryStore()
+    begin(store, 10, 20, 30)
+    newest = state(1, 30)
+    key = image_key(newest, 1) if "image" in harm else manifest_key(newest)
+    data = store.get(key, 1 << 20)
+    store.delete(key)
+    if not harm.endswith("gone"):
+        store.put(key, data[:-1])
+    assert run(store).retired == (state(1, 10),)
+    assert run(store).retired == ()
+    assert [each.state.step for each in open_log(store).read().live] == [30, 20]
+    assert all("30" in finding.file for finding in verify(store).findings)
+
+
 def test_retire_is_in_the_log_before_anything_goes_and_manifests_go_before_images() -> None:
     store = FaultyStore(MemoryStore())
     begin(store, 10, 20, 30)

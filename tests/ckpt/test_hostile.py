@@ -179,11 +179,22 @@ def _doubled(name: str) -> bytes:
     return _framed(text[:end] + b"," + text[start:end] + text[end:])
 
 
-@pytest.mark.parametrize("name", ["model/w", "model/u", "__metadata__"])
-def test_a_key_that_is_there_twice_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["model/w", "model/u"])
+def test_a_tensor_that_is_there_twice_is_refused_by_name(name: str) -> None:
     with pytest.raises(FormatError) as caught:
         parse(_doubled(name), FILE)
-    assert name in caught.value.found or caught.value.field.startswith("header byte")
+    assert caught.value.found == f"{name!r} twice"
+
+
+def test_metadata_that_is_there_twice_is_refused() -> None:
+    with pytest.raises(FormatError, match="header byte"):
+        parse(_doubled("__metadata__"), FILE)
+
+
+def test_a_header_with_data_still_behind_it_is_refused() -> None:
+    with pytest.raises(FormatError) as caught:
+        parse(_image() + bytes(68), FILE)
+    assert caught.value.field == "header length"
 
 
 def test_every_length_that_the_file_can_be_cut_to_is_refused() -> None:

@@ -17,7 +17,7 @@ from keepstep.ckpt.manifest import Manifest
 from keepstep.ckpt.registry import Registry
 from keepstep.ckpt.restore import Options
 from keepstep.ckpt.structure import merge_structures
-from keepstep.storage.errors import NotFound, Truncated
+from keepstep.storage.errors import NotFound
 from keepstep.storage.memory import MemoryStore
 
 ONE = Layout()
@@ -135,12 +135,13 @@ def test_a_damaged_header_is_found_by_the_manifests_digest() -> None:
     ("change", "kind"),
     [
         (lambda store: store.delete(KEY), NotFound),
-        (lambda store: store.put(KEY, store.get(KEY, 1 << 30)[:-1]), Truncated),
-        (lambda store: store.put(KEY, b""), Truncated),
+        (lambda store: store.put(KEY, store.get(KEY, 1 << 30)[:-1]), FormatError),
+        (lambda store: store.put(KEY, store.get(KEY, 1 << 30) + b"\0"), FormatError),
+        (lambda store: store.put(KEY, b""), FormatError),
     ],
-    ids=["missing", "short", "empty"],
+    ids=["missing", "short", "long", "empty"],
 )
-def test_a_missing_or_short_image_changes_nothing(
+def test_a_missing_image_or_one_of_another_size_changes_nothing(
     change: Callable[[MemoryStore], None], kind: type[Exception]
 ) -> None:
     first, second = Run(1), Run(2)

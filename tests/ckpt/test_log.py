@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.kit.faulty_store import WRITES, Action, Crashed, Fault, FaultyStore
-from tests.kit.logs import commit, generation, open_log, record, state
+from tests.kit.logs import commit, generation, open_log, record, retire, state
 
 from keepstep.ckpt.entry import Body, Term, decode_record, encode_record
 from keepstep.ckpt.errors import (
@@ -15,16 +16,18 @@ from keepstep.ckpt.errors import (
     LogError,
     LogMoved,
     NewerVersion,
+    NotRestorable,
     Superseded,
     WrongJob,
 )
 from keepstep.ckpt.keys import entry_key
 from keepstep.ckpt.lineage import fold
-from keepstep.ckpt.log import TRIES_MAX, new_entry_id, read_entry, utc_now
+from keepstep.ckpt.log import TRIES_MAX, Log, new_entry_id, read_entry, utc_now
+from keepstep.ckpt.manifest import State
 from keepstep.storage.errors import NoSpace, OutcomeUnknown, Transient
 from keepstep.storage.file import FileStore
 from keepstep.storage.memory import MemoryStore
-from keepstep.storage.store import Capabilities, Store
+from keepstep.storage.store import Buffer, Capabilities, Store
 
 PUTS = frozenset({"put_if_absent"})
 GETS = frozenset({"get"})
@@ -401,3 +404,50 @@ def test_reading_takes_the_log_for_what_the_fold_says() -> None:
     log.append(commit(2, 10))
     entries = [read_entry(store, seq) for seq in range(5)]
     assert log.read() == fold(entry for entry in entries if entry is not None)
+
+
+class Busy(MemoryStore):
+    """Lets somebody else act right before an entry would be put."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.intruder: Callable[[], object] | None = None
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        intruder, self.intruder = self.intruder, None
+        if intruder is not None:
+            intruder()
+        super().put_if_absent(key, data)
+
+
+def busy_run() -> tuple[Busy, Log]:
+    store = Busy()
+    log = open_log(store)
+    log.take_term("trainer")
+    log.append(generation(1))
+    log.append(commit(1, 10))
+    log.append(commit(1, 20))
+    return store, log
+
+
+def collects(store: Store, *states: State) -> None:
+    collector = Log(store)
+    collector.append_if_last(retire(*states), collector.read().next_seq)
+
+
+def test_a_generation_does_not_begin_at_what_was_retired_meanwhile() -> None:
+    store, log = busy_run()
+    store.intruder = lambda: collects(store, state(1, 10))
+    with pytest.raises(NotRestorable, match=r"step 10 of generation 1 .* is not any more"):
+        log.append_from(state(1, 10), generation(2, state(1, 10)))
+    assert [one.number for one in open_log(store).read().generations] == [1]
+
+
+def test_a_generation_begins_after_what_does_not_concern_its_base() -> None:
+    store, log = busy_run()
+    store.intruder = lambda: collects(store, state(1, 10))
+    made = log.append_from(state(1, 20), generation(2, state(1, 20)))
+    assert made.seq == 5
+    assert [one.number for one in open_log(store).read().generations] == [1, 2]
+    log.append_from(None, generation(3))
+    assert open_log(store).read().live == ()

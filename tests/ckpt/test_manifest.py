@@ -108,6 +108,7 @@ def test_a_manifest_comes_back_and_is_json_with_sorted_keys() -> None:
         ({"images": (ImageRecord(0, 4096, 4096, "a" * 32),)}, "images[0].size_bytes"),
         ({"images": (ImageRecord(0, 4197, 4097, "a" * 32),)}, "images[0].header_bytes"),
         ({"images": (ImageRecord(0, 4197, 0, "a" * 32),)}, "images[0].header_bytes"),
+        ({"images": (ImageRecord(0, 1 << 40, 1 << 30, "a" * 32),)}, "images[0].header_bytes"),
         ({"images": (ImageRecord(0, 4197, 4096, "a" * 31),)}, "images[0].digest"),
         ({"images": (ImageRecord(1, 4100, 4096, "a" * 32),) * 2}, "images[1].rank"),
     ],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kit.structures import Drawn, meshes, placements, shapes
 
@@ -144,7 +144,7 @@ def _copy(
         target_bytes[start : start + length] = packed[inner : inner + length]
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=80)
 @given(layouts())
 def test_any_layout_becomes_any_other_and_comes_back_bit_for_bit(drawn: Layouts) -> None:
     in_a, in_b = _naive_held(drawn.a), _naive_held(drawn.b)

@@ -35,7 +35,7 @@ def _all_owned(drawn: Drawn) -> list[dict[str, Box]]:
     return [plan.owned(rank) for rank in range(mesh_size(drawn.mesh))]
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(structures(_LENGTH_MAX))
 def test_what_all_ranks_own_is_every_element_exactly_once(drawn: Drawn) -> None:
     shares = _all_owned(drawn)
@@ -140,6 +140,27 @@ def test_a_matrix_with_few_long_rows_is_cut_along_them() -> None:
     mesh = Mesh((MeshAxis("dp_replicate", 8),))
     plan = Plan(mesh, (Placement(),), {"w": TensorSpec((3, 1 << 20), "F32", 0)})
     assert {plan.owned(rank)["w"].sizes for rank in range(8)} == {(3, 1 << 17)}
+
+
+def test_a_tensor_of_many_short_dims_is_cut_along_the_longest() -> None:
+    shape = (4, 4, 4, 4, 4, 12, 4, 4)
+    mesh = Mesh((MeshAxis("dp_replicate", 3),))
+    plan = Plan(mesh, (Placement(),), {"w": TensorSpec(shape, "F64", 0)})
+    assert [plan.owned(rank)["w"] for rank in range(3)] == [
+        Box((0, 0, 0, 0, 0, start, 0, 0), (4,) * 8) for start in (0, 4, 8)
+    ]
+
+
+def test_the_order_in_which_tensors_are_given_changes_nothing() -> None:
+    mesh = Mesh((MeshAxis("dp_replicate", 3),))
+    tensors = {f"t{i}": TensorSpec((40 + i, 1000), "F32", 0) for i in range(9)}
+    plan = Plan(mesh, (Placement(),), tensors)
+    backwards = Plan(mesh, (Placement(),), dict(reversed(tensors.items())))
+    for rank in range(3):
+        assert backwards.owned(rank) == plan.owned(rank)
+    for name, spec in tensors.items():
+        region = Region(name, whole(spec.shape))
+        assert backwards.owners(region) == plan.owners(region)
 
 
 def test_empty_tensors_are_owned_by_nobody_and_scalars_by_one() -> None:
@@ -261,15 +282,15 @@ def test_the_plan_of_one_rank_of_1024_for_100_000_tensors_takes_less_than_a_seco
     assert taken_s < 1.0
 
 
-def test_locating_all_that_a_rank_needs_of_100_000_tensors_takes_seconds_at_most() -> None:
+def test_locating_what_a_rank_needs_does_not_look_at_all_1024_ranks() -> None:
     mesh, placements, tensors = _large_structure()
     plan = Plan(mesh, placements, tensors)
     start = time.process_time()
-    for name, spec in tensors.items():
+    for name, spec in list(tensors.items())[::10]:
         box = local_box(spec.shape, placements[spec.placement], mesh, 777)
         assert box is not None
         plan.owners(Region(name, box))
-    assert time.process_time() - start < 5.0
+    assert time.process_time() - start < 2.0
 
 
 def test_owners_as_a_function_is_the_plans_method() -> None:

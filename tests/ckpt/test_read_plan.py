@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from keepstep.ckpt.checksum import CHUNK_BYTES
-from keepstep.ckpt.errors import NotRestorable
+from keepstep.ckpt.errors import FormatError, NotRestorable
 from keepstep.ckpt.image import ImageHeader, build
+from keepstep.ckpt.keys import image_key
 from keepstep.ckpt.manifest import State, TensorSpec
 from keepstep.ckpt.placement import Mesh, MeshAxis, Placement, Split
 from keepstep.ckpt.plan import Plan
@@ -29,9 +30,16 @@ def _whole_items(shapes: Mapping[str, tuple[int, ...]]) -> ImageHeader:
     return _header({name: ("F32", shape, whole(shape)) for name, shape in shapes.items()})
 
 
+def _tensors(header: ImageHeader) -> dict[str, TensorSpec]:
+    return {
+        name: TensorSpec(shape=item.shape, dtype=item.dtype.name, placement=0)
+        for name, item in header.items.items()
+    }
+
+
 def _plan(header: ImageHeader, boxes: dict[str, Box]) -> ReadPlan:
     sources = [Source(name, name, header.items[name].box, box) for name, box in boxes.items()]
-    return plan_reads({0: sources}, {0: header})
+    return plan_reads({0: sources}, {0: header}, _tensors(header))
 
 
 def test_all_of_an_image_is_one_read() -> None:
@@ -40,6 +48,15 @@ def test_all_of_an_image_is_one_read() -> None:
     plan = _plan(header, {name: whole(shape) for name, shape in shapes.items()})
     assert [(read.start, read.size_bytes) for read in plan.reads] == [(0, header.data_bytes)]
     assert header.data_bytes <= plan.stage_bytes < header.data_bytes + 4096
+
+
+def test_neighbours_that_only_touch_are_one_read() -> None:
+    quarter = CHUNK_BYTES // 4
+    header = _whole_items({"a": (quarter,), "b": (quarter,), "c": (quarter,)})
+    plan = _plan(header, {"b": whole((quarter,)), "c": whole((quarter,))})
+    assert [(read.start, read.size_bytes) for read in plan.reads] == [
+        (CHUNK_BYTES, 2 * CHUNK_BYTES)
+    ]
 
 
 def test_neighbours_in_one_chunk_read_it_once() -> None:
@@ -72,8 +89,12 @@ def test_columns_of_a_matrix_with_short_rows_are_one_read() -> None:
 def test_an_image_that_lacks_what_the_plan_promises_is_refused() -> None:
     header = _whole_items({"a": (10,)})
     source = Source("a", "a", Box((0,), (5,)), Box((0,), (5,)))
-    with pytest.raises(NotRestorable, match="'a'"):
-        plan_reads({0: [source]}, {0: header})
+    with pytest.raises(FormatError, match="'a'") as caught:
+        plan_reads({0: [source]}, {0: header}, _tensors(header))
+    assert caught.value.file == image_key(State(1, 1), 0)
+    other = {"a": TensorSpec(shape=(10,), dtype="I32", placement=0)}
+    with pytest.raises(FormatError, match=r"expected I32 .* found F32"):
+        plan_reads({0: [Source("a", "a", whole((10,)), whole((10,)))]}, {0: header}, other)
 
 
 class _Holey(Plan):
@@ -148,5 +169,5 @@ def test_a_restore_of_another_layout_reads_each_byte_of_the_store_once_in_total(
         need = Box((quarter * CHUNK_BYTES,), (CHUNK_BYTES,))
         sources = find_sources(plan, {"a": need}, {"a": "a"})
         assert list(sources) == [quarter // 2]
-        total += sum(read.size_bytes for read in plan_reads(sources, headers).reads)
+        total += sum(read.size_bytes for read in plan_reads(sources, headers, tensors).reads)
     assert total == 16 * CHUNK_BYTES

@@ -149,3 +149,11 @@ def test_unknown_names_are_key_errors() -> None:
     for ask in (reader.spec, reader.read):
         with pytest.raises(KeyError):
             ask("nothing")
+
+
+def test_an_image_that_is_whole_but_of_other_data_is_refused() -> None:
+    store = stored(Content({"a": arange((3,))}, mesh(dp=1)))
+    other = stored(Content({"a": arange((3,)) + 1}, mesh(dp=1)))
+    store.put(image_key(STATE, 0), other.get(image_key(STATE, 0), 1 << 20))
+    with pytest.raises(Corrupt, match="digest"):
+        opened(store).read("a")

@@ -49,6 +49,18 @@ def test_intersection_and_difference_are_those_of_the_sets_of_indices(
     assert a.contains(b) == (_indices(b) <= _indices(a))
 
 
+def test_every_pair_of_boxes_in_a_small_matrix() -> None:
+    intervals = [(start, size) for start in range(3) for size in range(1, 4 - start)]
+    boxes = [Box((a, b), (c, d)) for (a, c), (b, d) in product(intervals, intervals)]
+    for a, b in product(boxes, boxes):
+        common = intersect(a, b)
+        assert (set() if common is None else _indices(common)) == _indices(a) & _indices(b)
+        pieces = subtract(a, b)
+        assert sum(piece.volume for piece in pieces) == len(_indices(a) - _indices(b))
+        assert set().union(*map(_indices, pieces)) == _indices(a) - _indices(b)
+        assert covers([b, *pieces], a)
+
+
 @given(_shape_and_boxes(5))
 def test_boxes_cover_a_target_exactly_if_no_index_is_left(
     drawn: tuple[tuple[int, ...], list[Box]],

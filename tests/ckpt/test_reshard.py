@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tests.kit.faulty_store import WRITES, Action, Crashed, Fault, FaultyStore
 from tests.kit.make_store import (
     TINY,
@@ -24,135 +22,41 @@ from tests.kit.make_store import (
     mesh,
     split,
 )
+from tests.kit.reshards import (
+    ODD_ROWS,
+    check_reshard,
+    contents,
+    elements,
+    layouts,
+    naive,
+    opened,
+    resharded,
+    same_bits,
+)
 
-from keepstep.ckpt.address import find_live
 from keepstep.ckpt.arrays import Array
-from keepstep.ckpt.dtypes import DTYPES
+from keepstep.ckpt.diff import diff
 from keepstep.ckpt.errors import Corrupt
 from keepstep.ckpt.layout import BadLayout, Layout, mesh_of, parse_layout
-from keepstep.ckpt.llama import parameter_shapes
 from keepstep.ckpt.log import Log
 from keepstep.ckpt.manifest import State
-from keepstep.ckpt.placement import Pin, Placement, Split
-from keepstep.ckpt.reader import CheckpointReader, open_checkpoint
+from keepstep.ckpt.placement import Placement
 from keepstep.ckpt.region import Box
-from keepstep.ckpt.relayout import parameter_stages, relayout, split_layers, structure_of
-from keepstep.ckpt.reshard import Resharded, reshard
+from keepstep.ckpt.relayout import relayout
 from keepstep.ckpt.slabs import slabs
-from keepstep.ckpt.structure import HeldTensor
-from keepstep.ckpt.verify import verify
+from keepstep.ckpt.structure import HeldTensor, structure_of
 from keepstep.ckpt.writer import HELD_BYTES_MAX, TargetTaken, begin_run, write_state
 from keepstep.storage.locate import open_store
 from keepstep.storage.memory import MemoryStore
 from keepstep.storage.store import Store
-from keepstep.trainer.layout import pp_coordinates, stage_layers
-from keepstep.trainer.model_config import ParallelConfig
-
-ODD_ROWS = (7, 13)
-
-
-def opened(store: Store, step: int | None = None) -> CheckpointReader:
-    return open_checkpoint(store, find_live(Log(store).read(), step, store.url))
-
-
-def resharded(
-    source: Store, layout: Layout, target: Store | None = None
-) -> tuple[Store, Resharded]:
-    target = MemoryStore() if target is None else target
-    done = reshard(opened(source), Log(source).read(), target, layout, by="a test")
-    return target, done
-
-
-def same_bits(a: Array, b: Array) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-
 
 # The property: random tensors and layouts, against the arrays themselves.
-
-layouts = st.builds(
-    lambda replicate, shard, tp, pp: Layout(replicate * shard, tp, pp, replicate),
-    st.integers(1, 2),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 3),
-)
-shapes = st.one_of(
-    st.just(()),
-    st.lists(st.sampled_from([0, 1, 2, 3, *ODD_ROWS]), min_size=1, max_size=3).map(tuple),
-    st.sampled_from([(7, 13), (13, 7), (13, 600), (4000, 17)]),
-)
-
-
-@st.composite
-def placements(draw: st.DrawFn, sizes: dict[str, int], dims: int) -> Placement:
-    """Splits over some axes in any order (so strided ones too), pins on some of the others."""
-    axes = draw(st.permutations(["pp", "dp_replicate", "dp_shard", "tp"]))
-    uses = draw(st.lists(st.sampled_from(["split", "pin", "free"]), min_size=4, max_size=4))
-    splits, pins = [], []
-    for axis, use in zip(axes, uses, strict=True):
-        if use == "split" and dims:
-            splits.append(Split(axis, draw(st.integers(0, dims - 1))))
-        elif use == "pin":
-            coords = draw(st.sets(st.integers(0, sizes[axis] - 1), min_size=1))
-            pins.append(Pin(axis, tuple(sorted(coords))))
-    return Placement(tuple(splits), tuple(sorted(pins, key=lambda pin: pin.axis)))
-
-
-@st.composite
-def contents(draw: st.DrawFn) -> Content:
-    grid = mesh_of(draw(layouts))
-    sizes = {axis.name: axis.size for axis in grid.axes}
-    content = Content({}, grid, values={"step": 1})
-    for number in range(draw(st.integers(1, 5))):
-        name, shape = f"t/{number}", draw(shapes)
-        dtype = draw(st.sampled_from(sorted(DTYPES)))
-        content.tensors[name] = arange(shape, dtype)
-        content.dtypes[name] = dtype
-        content.placements[name] = draw(placements(sizes, len(shape)))
-    return content
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(contents(), layouts)
 def test_a_to_b_to_a_is_identity_and_b_equals_the_arrays(content: Content, layout: Layout) -> None:
-    a = MemoryStore()
-    make_store(a, content)
-    b, _ = resharded(a, layout)
-    there = opened(b)
-    assert there.manifest.mesh == mesh_of(layout)
-    assert not list(verify(b).findings)
-    back, _ = resharded(b, Layout(1, 1, 1))
-    for name, array in content.tensors.items():
-        assert same_bits(there.read(name), array), name
-        assert same_bits(opened(back).read(name), array), name
-        pieces = [piece.reshape(-1) for _, piece in there.pieces(name, 64)]
-        assert b"".join(piece.tobytes() for piece in pieces) == array.tobytes()
-
-
-def naive(store: Store, name: str) -> dict[tuple[int, ...], bytes]:
-    """A tensor as index -> bytes of the element, put together from the files by hand."""
-    found: dict[tuple[int, ...], bytes] = {}
-    for info in store.list("states/"):
-        if not info.key.endswith(".safetensors"):
-            continue
-        raw = store.get(info.key, 1 << 30)
-        length = int.from_bytes(raw[:8], "little")
-        header = json.loads(raw[8 : 8 + length])
-        parts = json.loads(header.pop("__metadata__")["tensors"])
-        part = dict(zip(header, parts, strict=True)).get(name)
-        if part is None:
-            continue
-        entry = header[name]
-        offsets = part[1] if part else [0, 0]
-        start, end = entry["data_offsets"]
-        data = raw[8 + length + start : 8 + length + end]
-        places = list(itertools.product(*map(range, entry["shape"])))
-        size = len(data) // len(places)
-        for number, place in enumerate(places):
-            index = tuple(o + i for o, i in zip(offsets, place, strict=True))
-            assert index not in found, "an element was written twice"
-            found[index] = data[number * size : (number + 1) * size]
-    return found
+    check_reshard(content, layout)
 
 
 @pytest.mark.parametrize("rows", ODD_ROWS)
@@ -168,8 +72,7 @@ def test_uneven_strided_rows_lie_as_a_naive_reader_finds_them(rows: int, dtype: 
     make_store(store, content)
     for layout in (Layout(3, 2, 1), Layout(4, 1, 1), Layout(2, 3, 1), Layout(1, 1, 2)):
         store, _ = resharded(store, layout)
-        expected = {index: array[index].tobytes() for index in np.ndindex(array.shape)}
-        assert naive(store, "t") == expected
+        assert naive(store, "t") == elements(array)
 
 
 # What the trainer will find there.
@@ -214,18 +117,6 @@ def test_placements_are_those_that_the_trainer_gives_in_the_new_layout(
         assert bool(made.dropped) == (before != layout)
 
 
-@pytest.mark.parametrize(("layers", "pp", "virtual"), [(4, 2, 1), (5, 2, 2), (7, 3, 1), (8, 2, 3)])
-def test_stages_are_those_of_the_trainer(layers: int, pp: int, virtual: int) -> None:
-    parallel = ParallelConfig(pp=pp, virtual=virtual)
-    stages = split_layers(layers, pp * virtual)
-    assert tuple(map(tuple, stages)) == stage_layers(layers, pp * virtual)
-    llama = msgspec.structs.replace(TINY, layers=layers)
-    for tied in (False, True):
-        for fqn in parameter_shapes(msgspec.structs.replace(llama, tied=tied)):
-            held = parameter_stages(fqn, stages, pp, tied)
-            assert held == pp_coordinates(fqn, layers, parallel, tied), fqn
-
-
 def test_values_say_the_new_layout_and_nothing_else_changes() -> None:
     store = MemoryStore()
     make_store(store, llama_state(Layout(2, 2, 2), virtual=2))
@@ -238,6 +129,17 @@ def test_values_say_the_new_layout_and_nothing_else_changes() -> None:
     rest = set(before) - {"layout", "pipeline", "config"}
     assert {key: after[key] for key in rest} == {key: before[key] for key in rest}
     assert done.dropped == tuple(f"rank/{rank}/rng/cpu" for rank in range(8))
+
+
+def test_values_of_single_ranks_are_dropped_with_their_tensors() -> None:
+    store = MemoryStore()
+    content = llama_state(Layout(2, 1, 1))
+    content.values["rank/1/sampler"] = 7
+    make_store(store, content)
+    target, done = resharded(store, Layout(1, 1, 1))
+    assert "rank/1/sampler" in done.dropped
+    assert "rank/1/sampler" not in opened(target).manifest.values
+    assert diff(opened(store), opened(target)).is_same
 
 
 def test_the_same_layout_keeps_what_belongs_to_ranks() -> None:
@@ -336,7 +238,7 @@ def test_a_damaged_source_is_named_and_nothing_is_committed() -> None:
 
 
 @pytest.mark.parametrize("action", [Action.CRASH_BEFORE, Action.CRASH_AFTER])
-def test_killed_at_any_write_it_shows_no_commit_or_all_and_can_be_done_again(
+def test_killed_at_any_write_it_shows_no_commit_or_all_and_can_be_done_in_any_layout(
     action: Action,
 ) -> None:
     store = MemoryStore()
@@ -352,7 +254,7 @@ def test_killed_at_any_write_it_shows_no_commit_or_all_and_can_be_done_again(
             )
         except Crashed:
             if not Log(target).read().live:
-                resharded(store, Layout(2, 1, 2), target)
+                resharded(store, Layout(1, 2, 1), target)
             there = opened(target)
             assert all(same_bits(there.read(n), content.tensors[n]) for n in there.manifest.tensors)
         else:

@@ -228,6 +228,17 @@ def test_an_arena_is_whole_pages() -> None:
             assert arena.view.nbytes == arena.capacity_bytes
 
 
+def test_a_closed_arena_is_unmapped_with_the_last_tensor_that_looks_into_it() -> None:
+    before = resident_bytes()
+    arena = Arena(64 << 20)
+    tensor = torch.frombuffer(arena.view, dtype=torch.uint8)
+    tensor.fill_(3)
+    arena.close()
+    assert tensor.sum().item() == 3 * (64 << 20)
+    del tensor
+    assert resident_bytes() - before < 32 << 20
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

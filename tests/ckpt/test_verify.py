@@ -98,6 +98,7 @@ def header_finding(store: MemoryStore, text: bytes, shift: int = 0) -> Finding:
     ("text", "shift", "part", "tensors"),
     [
         (b'"__metadata__"', 3, "header: __metadata__", ()),
+        (b'"chunks":"', 10, "header: chunks", ()),
         (b'"job":"', 8, "header: job", ()),
         (b'"mesh":"', 9, "header: mesh", ()),
         (b'"state":"', 12, "header: state", ()),
@@ -269,6 +270,17 @@ def test_unreferenced_files_are_listed_with_what_they_seem_to_be() -> None:
         "notes.txt": "foreign",
         image_key(S10, 5): "its checkpoint's manifest does not name it",
     }
+
+
+def test_with_a_damaged_log_no_good_file_is_called_never_committed() -> None:
+    store = MemoryStore()
+    begin(store, 10, 20)
+    store.delete(entry_key(2))  # the commit of step 10
+    report = verify(store)
+    assert [each.file for each in report.findings] == [entry_key(2)]
+    reasons = {each.file: each.reason.split(":")[0] for each in report.unreferenced}
+    assert set(reasons) >= {manifest_key(S10), image_key(S10, 0), image_key(S10, 1)}
+    assert set(reasons.values()) == {"unknown"}
 
 
 def test_one_checkpoint_can_be_chosen() -> None:

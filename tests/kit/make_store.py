@@ -27,8 +27,8 @@ from keepstep.ckpt.manifest import FORMAT_VERSION, Manifest, State
 from keepstep.ckpt.placement import Mesh, MeshAxis, Pin, Placement, Split, mesh_size
 from keepstep.ckpt.plan import Plan
 from keepstep.ckpt.region import Box
-from keepstep.ckpt.relayout import parameter_stages, split_layers, structure_of
-from keepstep.ckpt.structure import HeldTensor, Structure
+from keepstep.ckpt.stages import parameter_stages, split_layers
+from keepstep.ckpt.structure import HeldTensor, Structure, structure_of
 from keepstep.storage.store import Store
 
 TINY = LlamaShape(
@@ -177,7 +177,7 @@ def llama_state(
         if layout.dp > layout.dp_replicate:
             splits.append(Split("dp_shard", 0))
         splits.sort(key=lambda each: each.dim)
-        pins = (Pin("pp", held),) if layout.pp > 1 else ()
+        pins = (Pin("pp", held),)
         for name in (f"model/{fqn}", f"optimizer/{fqn}/exp_avg", f"optimizer/{fqn}/exp_avg_sq"):
             content.tensors[name] = rng.standard_normal(shape, dtype=np.float32)
             content.placements[name] = Placement(tuple(splits), pins)

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from keepstep.trainer import loss, norm, tied
+from keepstep.trainer.model_config import IGNORED
 from keepstep.trainer.train_step import Trainable
 
 
@@ -122,7 +123,7 @@ def _mean_of_micro_batches(_: Trainable) -> None:
     original = loss.loss_sum
 
     def mean(logits: Tensor, labels: Tensor, group: ProcessGroup | None) -> Tensor:
-        return original(logits, labels, group) / (labels != loss.IGNORED).sum() * labels.numel()
+        return original(logits, labels, group) / (labels != IGNORED).sum() * labels.numel()
 
     loss.loss_sum = mean
 

@@ -59,11 +59,11 @@ def shapes(length_max: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def structures(draw: st.DrawFn, length_max: int = 20, mesh: Mesh | None = None) -> Drawn:
-    """Up to eight tensors over one mesh."""
+    """Up to five tensors over one mesh."""
     drawn_mesh = mesh if mesh is not None else draw(meshes())
     tensors = {}
     used: list[Placement] = []
-    for index in range(draw(st.integers(0, 8))):
+    for index in range(draw(st.integers(0, 5))):
         shape = draw(shapes(length_max))
         placement = draw(placements(drawn_mesh, len(shape)))
         if placement not in used:

@@ -57,6 +57,7 @@ PURE = [
     "storage/store.py",
     "storage/keys.py",
     "trainer/order.py",
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "planner").glob("*.py"))),
 ]
 
 
@@ -121,14 +122,8 @@ def test_no_pickle_no_global_no_relative_import(trees: dict[Path, ast.Module]) -
         for node in ast.walk(tree):
             if isinstance(node, ast.Global):
                 found.append(f"{where}:{node.lineno} global {node.names}")
-            if isinstance(node, ast.keyword) and node.arg == "weights_only":
-                value = node.value
-                if (
-                    isinstance(value, ast.Constant)
-                    and value.value is False
-                    and "bench" not in str(where)
-                ):
-                    found.append(f"{where}:{node.value.lineno} weights_only=False")
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("torch.load"):
+                found.append(f"{where}:{node.lineno} torch.load unpickles")
     assert found == []
 
 

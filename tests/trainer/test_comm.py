@@ -27,6 +27,7 @@ LAYOUTS = (
     "pp2-interleaved",
     "tied-pp4",
     "dp2-tp2",
+    "tied-dp2-tp2",
     "tp2-pp2",
     "dp2-tp2-pp2",
     "tied-dp2-tp2-pp2-interleaved",

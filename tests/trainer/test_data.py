@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.trainer.corpus import documents, standard_library
-from keepstep.trainer.dataset import IGNORED, Windows, open_corpus
+from keepstep.trainer.dataset import Windows, open_corpus
 from keepstep.trainer.errors import ConfigError, DataError
+from keepstep.trainer.model_config import IGNORED
 from keepstep.trainer.tokenfile import TokenFile, index_path, write_token_file
 from keepstep.trainer.tokenizer import (
     END_OF_DOCUMENT,

@@ -92,6 +92,19 @@ def test_ranks_that_end_well_end_the_launcher_well(tmp_path: Path) -> None:
     assert list(tmp_path.glob("keepstep-rendezvous-*")) == []
 
 
+def test_leftovers_of_dead_launchers_are_removed_and_odd_names_are_left_alone(
+    tmp_path: Path,
+) -> None:
+    dead = tmp_path / "keepstep-rendezvous-999999999-1"
+    odd = tmp_path / "keepstep-rendezvous-\u00b2-1"
+    dead.mkdir()
+    odd.mkdir()
+    code, _ = finish(start(tmp_path, 'start.report("hello")'))
+    assert code == 0
+    assert not dead.exists()
+    assert odd.exists()
+
+
 def test_the_cause_is_named_not_its_consequences(tmp_path: Path) -> None:
     """Rank 1 fails at once; 0 and 2 say earlier and later that their sockets closed."""
     body = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import signal
 import socket
 import struct
@@ -153,6 +154,25 @@ def test_floats_round_trip_exactly_and_those_json_lacks_as_strings(tmp_path: Pat
     assert [value.hex() for value in line["values"]] == [value.hex() for value in values]
     assert line["odd"] == ["nan", "inf", "-inf"]
     assert math.isnan(float(line["odd"][0]))
+
+
+def test_lines_wait_for_a_full_disk_and_none_is_lost_or_torn(tmp_path: Path) -> None:
+    """The limit on a file's size stands for the disk; it is hit in the middle of a line."""
+    file = tmp_path / "x.jsonl"
+
+    def write_beyond_the_limit() -> None:
+        lines = JsonLines(file)
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (105, hard))
+        for number in range(50):
+            lines.append({"n": number})
+        lines.sync()
+        assert file.stat().st_size == 105
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        lines.append({"n": 50})
+
+    kill(in_child(write_beyond_the_limit))
+    assert [line["n"] for line in read_lines(file)] == list(range(51))
 
 
 def step(number: int, generation: int, loss: float) -> StepMetrics:

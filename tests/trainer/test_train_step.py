@@ -12,9 +12,9 @@ from tests.kit.parity import CASES, LR, Case, reference, slice_of, whole_batch
 from tests.kit.ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
-from keepstep.trainer.loss import IGNORED, loss_sum
+from keepstep.trainer.loss import loss_sum
 from keepstep.trainer.mesh import MeshError, make_grid
-from keepstep.trainer.model_config import ParallelConfig
+from keepstep.trainer.model_config import IGNORED, ParallelConfig
 from keepstep.trainer.train_step import Trainable, build
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -136,6 +136,25 @@ def test_evaluation_gives_the_loss_of_a_step_and_changes_nothing(name: str) -> N
         assert busy == quiet
 
 
+def _loading_rank(rank: int, world: int, case: Case) -> tuple[float, float]:
+    trainable = _make(case)
+    before = trainable.evaluate([slice_of(case, trainable, 0)])
+    with torch.no_grad():  # as a restore does: into the local shards
+        for name, param in trainable.parameters.items():
+            if name.endswith("norm.weight"):
+                param.fill_(0.0)
+    return before, trainable.evaluate([slice_of(case, trainable, 0)])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["dp2", "dp2-pp2"])
+def test_weights_loaded_after_an_evaluation_are_those_that_the_next_one_uses(name: str) -> None:
+    case = CASES[name]
+    for before, after in run_ranks(case.parallel.world_size, _loading_rank, case):
+        assert after == pytest.approx(np.log(case.model.vocab_size), rel=1e-6)
+        assert before != after
+
+
 def _extra_rank(rank: int, world: int, case: Case) -> dict[str, float]:
     trainable = _make(case)
     mine = {"least": ("min", float(rank)), "stop": ("max", float(rank == 1)), "n": ("sum", 1.0)}
@@ -183,6 +202,37 @@ def test_any_layout_starts_from_the_same_bits(name: str) -> None:
             seen.add(key)
             assert weight.tobytes() == one[key].tobytes(), key
     assert seen == one.keys()
+
+
+def _bits_rank(rank: int, world: int, case: Case) -> tuple[list[float], dict[str, bytes]]:
+    trainable = _make(case)
+    losses = [trainable.step(slice_of(case, trainable, s), LR).loss for s in range(4)]
+    return losses, {n: a.tobytes() for n, a in _state(trainable).items()}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["dp2-tp2-pp2", "hsdp2x2", "tied-pp2-interleaved"])
+def test_the_same_run_twice_gives_the_same_bits(name: str) -> None:
+    world = CASES[name].parallel.world_size
+    assert run_ranks(world, _bits_rank, CASES[name]) == run_ranks(world, _bits_rank, CASES[name])
+
+
+def _place_rank(rank: int, world: int, case: Case) -> list[str]:
+    trainable = _make(case)
+    before = {n: (p, _pointer(p)) for n, p in trainable.parameters.items()}
+    trainable.step(slice_of(case, trainable, 0), LR)
+    now = {n: p for module in trainable.modules for n, p in module.named_parameters()}
+    return [n for n, (p, at) in before.items() if now[n] is not p or _pointer(p) != at]
+
+
+def _pointer(param: torch.Tensor) -> int:
+    return (param.to_local() if isinstance(param, DTensor) else param).data_ptr()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["dp3-uneven", "tied-dp2-pp2", "tied-dp2-tp2"])
+def test_a_step_updates_parameters_in_place(name: str) -> None:
+    assert not any(run_ranks(CASES[name].parallel.world_size, _place_rank, CASES[name]))
 
 
 def _micro_batch_rank(rank: int, world: int, case: Case) -> float:

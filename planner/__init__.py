@@ -1,0 +1,1 @@
+"""Which layout, how often to checkpoint: closed-form models, without torch and without I/O."""

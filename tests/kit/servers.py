@@ -6,6 +6,7 @@ its own, and only that group is ever stopped. Everything it writes is under one 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -32,6 +33,8 @@ SECRET_KEY = "tests-secret-key-that-must-not-be-printed"
 BUCKET = "tests"
 PART_BYTES = 5 << 20
 _READY_S = 40.0
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +190,7 @@ def _running(
             cwd=directory,
             env={**os.environ, **environment},
             start_new_session=True,
+            preexec_fn=_die_with_the_tests,
         )
     try:
         server = Server(name, f"http://127.0.0.1:{port}", process.pid)
@@ -194,6 +198,11 @@ def _running(
         yield server
     finally:
         _stop(process)
+
+
+def _die_with_the_tests() -> None:
+    """Also when the tests are killed, and nothing of theirs can clean up."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

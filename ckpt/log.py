@@ -99,7 +99,7 @@ class Log:
     """One reader and writer of a store's log. Remembers how far it has read. Not thread-safe.
 
     Args:
-        store: must be able to put-if-absent; else LogError.
+        store: where the log is. To be appended to, it must be able to put-if-absent.
         job: the job's name. A log of another job is refused (WrongJob). None: whichever job the
             log belongs to; an empty log can then not be begun.
         clock: gives the time for people, RFC 3339 UTC.
@@ -116,11 +116,6 @@ class Log:
         new_id: Callable[[], str] = new_entry_id,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        if not store.capabilities.put_if_absent:
-            raise LogError(
-                f"{store.url} cannot write an object only if its name is free (put-if-absent), "
-                "so two runs could overwrite each other's log there; use another store"
-            )
         self._store = store
         self._job = job
         self._clock = clock
@@ -167,6 +162,7 @@ class Log:
 
         Raises: as `read` and `append`.
         """
+        self._check_store()
         self._term = None
         for _ in range(_RACES_MAX):
             number = self.read().term + 1
@@ -184,7 +180,7 @@ class Log:
         Raises:
             Superseded: a higher term has been taken. Nothing was appended.
             OutcomeUnknown: the store did not answer; the entry may or may not be in the log.
-            LogError: no term was taken.
+            LogError: no term was taken; or the store cannot put-if-absent.
             StoreError: the store refused; nothing was appended.
             FormatError: as `read`.
         """
@@ -206,7 +202,9 @@ class Log:
 
         Raises:
             LogMoved: another entry came first. Nothing was appended: read, and decide again.
+            LogError: the store cannot put-if-absent.
         """
+        self._check_store()
         self.check_not_superseded()
         if next_seq == self._next_seq:
             mine = self._record(body, self._term or self._fold.term.number)
@@ -314,6 +312,15 @@ class Log:
             )
         self._fold.add(record)
         self._next_seq = record.seq + 1
+
+    def _check_store(self) -> None:
+        """Only writers ask: a store may have to be written to, to find out."""
+        if not self._patiently(lambda: self._store.capabilities).put_if_absent:
+            raise LogError(
+                f"{self._store.url} cannot write an object only if its name is free "
+                "(put-if-absent), so two runs could overwrite each other's log there; use another "
+                "store, or, if only one run ever writes there, add ?single_writer=true to its URL"
+            )
 
     def check_not_superseded(self) -> None:
         """As far as the log has been read: does this writer's term still stand?

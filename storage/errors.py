@@ -2,6 +2,7 @@
 
     StoreError                      base; never raised itself
     ├── Transient                   nothing happened, the same call may succeed later
+    │   └── Throttled               the store asks for fewer requests: wait longer
     ├── OutcomeUnknown              the operation may or may not have happened: read, then decide
     └── Permanent                   the same call will fail again until somebody acts
         ├── NotFound                no such key (also a FileNotFoundError)
@@ -52,6 +53,10 @@ class StoreError(Exception):
 
 class Transient(StoreError):
     """Nothing happened; the same call may succeed later."""
+
+
+class Throttled(Transient):
+    """Nothing happened: the store asks for fewer requests. Wait longer than for another error."""
 
 
 class OutcomeUnknown(StoreError):

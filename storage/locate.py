@@ -8,29 +8,53 @@ import re
 from contextlib import suppress
 from urllib.parse import unquote
 
-from keepstep.storage.errors import NotFound, Permanent
+from keepstep.storage.errors import BadKey, NotFound, Permanent
 from keepstep.storage.file import FileStore
+from keepstep.storage.keys import check_key
 from keepstep.storage.posix import Posix
 from keepstep.storage.store import Store
 from keepstep.storage.translate import translate
 
 _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
-_KNOWN = "a path, or file:///absolute/path"
+_KNOWN = "a path, file:///absolute/path, s3://bucket/prefix, or fsspec+NAME://..."
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+_SINGLE_WRITER = "single_writer=true"
 
 
 def open_store(location: str | os.PathLike[str], create: bool = False) -> Store:
-    """Open the store at `location`: a path, or ``file:///absolute/path``.
+    """Open the store at `location`.
+
+    =============================  ==============================================================
+    a path, ``file:///path``       a directory of a local or shared file system
+    ``s3://bucket/prefix``         a bucket; endpoint and credentials are those of the environment
+    ``fsspec+NAME://...``          whatever fsspec calls NAME; for one writer
+    =============================  ==============================================================
+
+    The last two take ``?single_writer=true``: on a store that cannot put-if-absent, do without.
+    Their operations are tried again for a while when they fail in a way that may pass.
 
     Args:
         location: where.
-        create: make the directory, durably, and those above it, if they are missing.
+        create: make the directory, durably, and those above it, or the mark of a store in a bucket,
+            if they are missing. A bucket is never made.
 
     Raises:
         NotFound: there is nothing, and `create` is false.
-        Permanent: an unknown scheme, or something that is no directory stands there.
-        StoreError: as the system's error says.
+        Permanent: an unknown scheme, something that is no directory stands there, or the package
+            for this kind of store is missing.
+        StoreError: as the system's or the server's error says.
     """
     text = os.fspath(location)
+    match = _SCHEME.fullmatch(text)
+    scheme = "" if match is None else match["scheme"].lower()
+    if match is not None and scheme == "s3":
+        return _open_s3(match["rest"], create)
+    if match is not None and scheme.startswith("fsspec+"):
+        return _open_fsspec(scheme.removeprefix("fsspec+"), match["rest"])
+    return _open_directory(text, create)
+
+
+def _open_directory(text: str, create: bool) -> Store:
     path = _path_of(text)
     if create:
         _make_root(path, text)
@@ -66,6 +90,86 @@ def _path_of(text: str) -> str:
     if not path.startswith("/") or "\0" in path:
         raise _refused(text, "a file URL has three slashes and an absolute path: file:///data/run")
     return os.path.abspath(path)
+
+
+def _open_s3(rest: str, create: bool) -> Store:
+    """`rest` is what follows the scheme: bucket/prefix?single_writer=true."""
+    place, _, query = rest.partition("?")
+    bucket, _, prefix = place.partition("/")
+    prefix = prefix.rstrip("/")
+    if "@" in place:
+        raise _refused(
+            "s3://...",
+            "it holds credentials, which other users and logs would see; give them by"
+            " AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or by a profile in ~/.aws",
+        )
+    text = f"s3://{rest}"
+    if _BUCKET.fullmatch(bucket) is None:
+        raise _refused(text, f"{bucket!r} is no name of a bucket; expected s3://bucket/prefix")
+    try:
+        if prefix:
+            check_key(prefix)
+    except BadKey as error:
+        raise _refused(text, str(error)) from error
+    single_writer = _is_single_writer(text, query)
+    try:
+        from keepstep.storage.s3 import S3Store
+        from keepstep.storage.s3_client import S3Client
+    except ImportError as error:
+        raise _missing(text, error) from error
+    inner = S3Store(S3Client(bucket), prefix, single_writer=single_writer)
+    store = _patient(inner)
+    if create:
+        _ = store.capabilities  # leaves the mark
+    elif not inner.exists():
+        raise NotFound(
+            f"no store at {text!r}: there is nothing under this prefix; check the spelling, or let"
+            " a training run make it",
+            operation="open",
+            where=text,
+        )
+    return store
+
+
+def _open_fsspec(name: str, rest: str) -> Store:
+    place, _, query = rest.partition("?")
+    text = f"fsspec+{name}://{rest}"
+    if "@" in place:
+        raise _refused(f"fsspec+{name}://...", "it holds credentials, which others would see")
+    single_writer = _is_single_writer(text, query)
+    if name == "memory":
+        raise _refused(text, "a memory store lives inside one process")
+    try:
+        from fsspec.core import url_to_fs
+
+        from keepstep.storage.object import FsspecStore
+
+        file_system, root = url_to_fs(f"{name}://{place}")
+    except ImportError as error:
+        raise _missing(text, error) from error
+    except ValueError as error:
+        raise _refused(text, f"fsspec: {error}") from error
+    return _patient(FsspecStore(file_system, root, url=text, single_writer=single_writer))
+
+
+def _patient(inner: Store) -> Store:
+    """Images, manifests and hints have one writer each, so their puts may be repeated."""
+    from keepstep.storage.retry import REPEATABLE, RetryingStore, RetryPolicy
+
+    return RetryingStore(inner, RetryPolicy(), repeats_unknown=REPEATABLE)
+
+
+def _is_single_writer(text: str, query: str) -> bool:
+    if query not in ("", _SINGLE_WRITER):
+        raise _refused(text, f"unknown option {query!r}; the only one is {_SINGLE_WRITER}")
+    return bool(query)
+
+
+def _missing(text: str, error: ImportError) -> Permanent:
+    return _refused(
+        text,
+        f"this kind of store needs a package that is missing ({error}): pip install keepstep[s3]",
+    )
 
 
 def _make_root(path: str, text: str) -> None:

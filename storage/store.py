@@ -37,6 +37,10 @@ class Capabilities:
     """What was acknowledged survives a power loss."""
 
 
+class SingleWriterWarning(UserWarning):
+    """A store is used without put-if-absent, on the word that only one run ever writes to it."""
+
+
 @runtime_checkable
 class Store(Protocol):
     """A durable place. Safe to use from several threads of one process.
@@ -50,7 +54,7 @@ class Store(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this store can do."""
+        """What this store can do. May have to ask it, by writing; remembered from then on."""
 
     def put(self, key: str, data: Buffer) -> None:
         """Write the object whole, replacing an older one atomically. Durable on return.
@@ -61,8 +65,8 @@ class Store(Protocol):
     def put_stream(self, key: str, chunks: Iterable[Buffer], size_bytes: int) -> None:
         """As `put`, from chunks that together have exactly `size_bytes` bytes.
 
-        Holds at most one chunk at a time. Raises ValueError, and writes nothing, if the chunks
-        have another total.
+        Holds at most one chunk, or a bounded number of bounded parts, at a time. Raises ValueError,
+        and writes nothing, if the chunks have another total.
         """
 
     def put_if_absent(self, key: str, data: Buffer) -> None:

@@ -263,14 +263,24 @@ def test_an_empty_log_cannot_be_begun_without_a_job() -> None:
         open_log(MemoryStore(), job=None).take_term("somebody")
 
 
-def test_a_store_that_cannot_put_if_absent_is_refused() -> None:
-    class Plain(MemoryStore):
+def test_a_store_that_cannot_put_if_absent_is_read_and_never_appended_to() -> None:
+    class Copied(MemoryStore):
+        is_plain = False
+
         @property
         def capabilities(self) -> Capabilities:
-            return Capabilities(put_if_absent=False, durable=True)
+            return Capabilities(put_if_absent=not self.is_plain, durable=True)
 
+    store = Copied()
+    begun(store)
+    store.is_plain = True
+    log = open_log(store)
+    assert log.read().next_seq == 2
     with pytest.raises(LogError, match=r"only if its name is free"):
-        open_log(Plain())
+        log.take_term("trainer")
+    with pytest.raises(LogError, match=r"only if its name is free"):
+        log.append_if_last(commit(1, 10), 2)
+    assert log.read().next_seq == 2
 
 
 def damaged(store: MemoryStore, seq: int, data: bytes) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,7 +41,12 @@ def test_a_home_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("location", "what"),
     [
         ("memory://x", "inside one process"),
-        ("s3://bucket/run", "unknown kind of store 's3'; expected a path, or file:///"),
+        ("ftp://host/run", "unknown kind of store 'ftp'; expected a path, file:///"),
+        ("s3://", "'' is no name of a bucket; expected s3://bucket/prefix"),
+        ("s3:///run", "'' is no name of a bucket"),
+        ("s3://bucket/a//b", "segment ''"),
+        ("s3://bucket/../other", "segment '..'"),
+        ("s3://bucket/run?region=x", "unknown option 'region=x'"),
         ("FILE://host/path", "three slashes"),
         ("file://relative", "three slashes"),
         ("file:///a%00b", "three slashes"),
@@ -63,3 +70,24 @@ def test_a_file_is_no_store(tmp_path: Path, create: bool) -> None:
             open_store(location, create=create)
     with pytest.raises(Permanent, match="is not a directory"):
         open_store(tmp_path / "f", create=create)
+
+
+@pytest.mark.parametrize("create", [False, True])
+def test_a_url_with_credentials_is_refused_and_not_repeated(create: bool) -> None:
+    for location in ("s3://AKIAKEY:s3cret@bucket/run", "S3://AKIAKEY:s3cret@bucket"):
+        with pytest.raises(Permanent, match="AWS_ACCESS_KEY_ID") as caught:
+            open_store(location, create=create)
+        assert "s3cret" not in str(caught.value) + caught.value.where
+        assert "AKIAKEY" not in str(caught.value) + caught.value.where
+
+
+def test_a_local_store_needs_none_of_the_packages_of_a_bucket(tmp_path: Path) -> None:
+    """They take long to import, and a rank that has an event loop's thread cannot be forked."""
+    code = (
+        "import sys; from keepstep.storage.locate import open_store;"
+        f"open_store({str(tmp_path / 's')!r}, create=True).put('k', b'x');"
+        "wrong = {'s3fs', 'fsspec', 'botocore', 'aiohttp', 'tenacity', 'asyncio', 'torch'};"
+        "print(sorted(wrong & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"

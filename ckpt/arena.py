@@ -9,13 +9,15 @@ import mmap
 import os
 from types import TracebackType
 
+from keepstep.ckpt.errors import CheckpointError
+
 PAGE_BYTES = 4096
 
 _TOUCH_BYTES = 1 << 20
 _HEADROOM_BYTES = 64 << 20  # left to the rest of the machine
 
 
-class ArenaTooLarge(MemoryError):
+class ArenaTooLarge(CheckpointError, MemoryError):
     """The machine has less memory than the arena needs; the message has both numbers."""
 
 

@@ -18,6 +18,10 @@
         ├── LogMoved                another entry came first: read the log and decide again
         └── WrongJob                the store belongs to another job
 
+Defined beside the one place that raises them, and CheckpointErrors too: `ArenaTooLarge` (arena),
+`OtherRanksFailed` (agree), `WrongMoment` (save), `BadLayout` (layout), `TargetTaken` (writer) and
+`Unconvertible` (hf_config).
+
 A caller writes::
 
     try:

@@ -28,6 +28,7 @@ CPU_BOUNDS: Mapping[str, tuple[float, float]] = {
     "link_latency_s": (1e-6, 0.1),
     "host_s": (1e-6, 0.1),
     "step_host_s": (1e-5, 1.0),
+    "call_s": (1e-6, 0.1),
 }
 """For ranks that share a machine's cores, where launching and copying are the larger part."""
 

@@ -15,7 +15,7 @@ from keepstep.planner.layouts import Constraints, divisors
 from keepstep.planner.model import ModelConfig
 from keepstep.planner.movement import moved_bytes
 from keepstep.planner.plan import explain_refusal
-from keepstep.planner.stack import MODERN, Stack
+from keepstep.planner.stack import Stack, usual_stack
 
 CLOSE = 1.05
 """Layouts within 5 % of the fastest are equals; the one that moves least wins."""
@@ -51,7 +51,7 @@ def choose_layout(
     hosts: Hosts,
     constraints: Constraints,
     current: Layout | None = None,
-    stack: Stack = MODERN,
+    stack: Stack | None = None,
 ) -> Choice:
     """The best layout for `hosts`; of those within 5 % of the fastest, the one that moves least.
 
@@ -59,7 +59,7 @@ def choose_layout(
     `recomputes`, `zeros`, `reduce_bytes` and `sequence_parallel` in `constraints`, the first that
     fits is taken, in that order of trying. Raises BadLayout with the commonest reason if none fits.
     """
-    costs = CostModel(model, hosts.cluster, stack)
+    costs = CostModel(model, hosts.cluster, stack or usual_stack(hosts.cluster.cores_per_node))
     timed: list[tuple[float, Layout]] = []
     reasons: Counter[str] = Counter()
     for base in _bases(model, hosts.cluster, constraints):

@@ -30,19 +30,22 @@ def gather_bytes(size_bytes: float, group: int) -> float:
 class Axis:
     """A group of `size` ranks, what each of its GPUs can send one way, and the delay of its hops.
 
-    `around_s` is once around the ring, `across_s` once up or down a tree.
+    `around_s` is once around the ring, `across_s` once up or down a tree, `call_s` what a member
+    needs to make the call.
     """
 
     size: int
     bytes_per_s: float
     around_s: float
     across_s: float
+    call_s: float = 0.0
 
     def all_reduce_s(self, size_bytes: float) -> float:
         """Seconds to all-reduce `size_bytes`: a ring's bytes, a tree's delay."""
         if self.size == 1:
             return 0.0
-        return all_reduce_bytes(size_bytes, self.size) / self.bytes_per_s + 2 * self.across_s
+        delay = 2 * (self.across_s + self.call_s)
+        return all_reduce_bytes(size_bytes, self.size) / self.bytes_per_s + delay
 
     def gather_s(self, size_bytes: float, rounds: int = 1) -> float:
         """Seconds to all-gather into, or reduce-scatter from, `size_bytes`, in `rounds` pieces.
@@ -51,7 +54,8 @@ class Axis:
         """
         if self.size == 1:
             return 0.0
-        return gather_bytes(size_bytes, self.size) / self.bytes_per_s + rounds * self.around_s
+        delay = rounds * (self.around_s + self.call_s)
+        return gather_bytes(size_bytes, self.size) / self.bytes_per_s + delay
 
 
 def axis(cluster: Cluster, size: int, stride: int) -> Axis:
@@ -65,15 +69,14 @@ def axis(cluster: Cluster, size: int, stride: int) -> Axis:
     link = cluster.gpu.link_bytes_per_s * reached.link
     if size * stride <= cluster.gpus_per_node:
         hop = reached.link_latency_s
-        return Axis(size, link, (size - 1) * hop, ceil(log2(size)) * hop)
+        return Axis(size, link, (size - 1) * hop, ceil(log2(size)) * hop, reached.call_s)
     members = min(size, max(1, cluster.gpus_per_node // stride))
     share = cluster.nic_bytes_per_s * reached.nic * members / cluster.gpus_per_node
     nodes = ceil(size / members)
     around = (nodes - 1) * reached.nic_latency_s + (size - nodes) * reached.link_latency_s
     across = ceil(log2(nodes)) * reached.nic_latency_s
-    return Axis(
-        size, min(link, share), around, across + ceil(log2(members)) * reached.link_latency_s
-    )
+    across += ceil(log2(members)) * reached.link_latency_s
+    return Axis(size, min(link, share), around, across, reached.call_s)
 
 
 def neighbour(cluster: Cluster, layout: Layout) -> tuple[float, float]:
@@ -81,9 +84,9 @@ def neighbour(cluster: Cluster, layout: Layout) -> tuple[float, float]:
     reached = cluster.efficiency
     link = cluster.gpu.link_bytes_per_s * reached.link
     if layout.gpus <= cluster.gpus_per_node:
-        return link, reached.link_latency_s
+        return link, reached.link_latency_s + reached.call_s
     nic = cluster.nic_bytes_per_s * reached.nic / cluster.gpus_per_node
-    return min(link, nic), reached.nic_latency_s
+    return min(link, nic), reached.nic_latency_s + reached.call_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from keepstep.planner.cluster import Cluster
@@ -104,18 +104,21 @@ class CostModel:
 
     def _price_layer(self, layout: Layout) -> Block:
         flash = self.stack.attention == "flash"
+        reached, launch = self.cluster.efficiency, 0.0
+        if self.stack.serial_launch:  # it adds to the pass, instead of being the least it can take
+            reached, launch = replace(reached, host_s=0.0), reached.host_s
         one = layer_pass(
             self.model,
             self.cluster.gpu,
-            self.cluster.efficiency,
+            reached,
             layout.micro_batch,
             layout.tp,
             layout.sequence_parallel,
             flash,
         )
-        backward = one.backward_s
+        forward, backward = one.forward_s + launch, one.backward_s + launch
         if layout.recompute == "full":
-            backward += one.forward_s
+            backward += forward
         elif layout.recompute == "selective":
             backward += one.attention_s
         collective = self._tp_collective_s(layout)
@@ -123,7 +126,7 @@ class CostModel:
         wire = (first + second) * collective
         hide = one.backward_s / 2 if self.stack.overlap_tp else 0.0
         hidden = min(collective, hide)
-        return Block(one.forward_s, backward, wire, wire - hidden, hide)
+        return Block(forward, backward, wire, wire - hidden, hide)
 
     def _tp_collective_s(self, layout: Layout) -> float:
         hidden = WEIGHT_BYTES * layout.micro_batch * self.model.seq_len * self.model.dim
@@ -232,11 +235,14 @@ class CostModel:
             return self._hidden(wire, backward, tail)
         across = replicas.all_reduce_s(gradient / layout.dp_shard)
         rounds = most if layout.zero == 3 else 1
+        if self.stack.per_layer:
+            rounds = most + 1
         reduce = shard.gather_s(gradient, rounds)
         gather = shard.gather_s(weight, rounds)
         if layout.zero == 3:
             first = self._hidden(gather, forward, tail)
-            second = self._hidden(gather + reduce, backward, tail)
+            reduces = 1.0 / count if self.stack.per_layer else 1.0
+            second = self._hidden(gather + reduces * reduce, backward, tail)
             each = [count * (a + b) for a, b in zip(first, second, strict=True)]
             return each[0] + across, each[1], each[2] + across
         scatters = count if layout.zero == 2 else 1

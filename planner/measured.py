@@ -12,10 +12,7 @@ from keepstep.planner.cluster import Cluster
 from keepstep.planner.errors import BadTable
 from keepstep.planner.layout import Layout
 from keepstep.planner.model import ModelConfig
-from keepstep.planner.stack import MODERN, Stack
-
-SHARED_CORES = Stack(overlap_dp=False, overlap_pp=False, overlap_tp=False, causal_flops=True)
-"""Ranks on the cores of one machine: what moves bytes takes the time of what computes."""
+from keepstep.planner.stack import usual_stack
 
 
 def measured_run(
@@ -43,7 +40,7 @@ def measured_run(
     return Measured(
         model=model,
         cluster=cluster,
-        stack=SHARED_CORES if cluster.cores_per_node else MODERN,
+        stack=usual_stack(cluster.cores_per_node),
         layout=run_layout(sizes, micro, config),
         global_batch=int(span[1]) - int(span[0]),
         seconds=median(step["step_ms"] for step in same) / 1000.0,

@@ -19,7 +19,7 @@ from keepstep.planner.layouts import (
 )
 from keepstep.planner.memory import USABLE, Memory, memory
 from keepstep.planner.model import ModelConfig
-from keepstep.planner.stack import MODERN, Stack
+from keepstep.planner.stack import Stack, usual_stack
 
 INEXACT_MARGIN = 0.02
 """A 2-byte gradient reduction must win by this much to be put before a 4-byte one."""
@@ -98,10 +98,13 @@ def _memory_refusal(model: CostModel, layout: Layout, global_batch: int) -> str 
 
 
 def search(
-    model: ModelConfig, cluster: Cluster, constraints: Constraints, stack: Stack = MODERN
+    model: ModelConfig, cluster: Cluster, constraints: Constraints, stack: Stack | None = None
 ) -> tuple[CostModel, Search]:
-    """Price every layout that uses all GPUs. The cost model comes back for `make_plan`."""
-    costs = CostModel(model, cluster, stack)
+    """Price every layout that uses all GPUs, under `stack` or the cluster's usual one.
+
+    The cost model comes back for `make_plan`.
+    """
+    costs = CostModel(model, cluster, stack or usual_stack(cluster.cores_per_node))
     ranked: list[tuple[float, Layout]] = []
     refused: list[Refused] = []
     for dp, tp, pp in sizes(cluster):
@@ -127,6 +130,20 @@ def search(
 
 def _key(seconds: float, layout: Layout) -> float:
     return seconds * (1.0 + INEXACT_MARGIN) if layout.reduce_bytes == 2 else seconds
+
+
+def order_note(plans: Sequence[Plan]) -> str | None:
+    """Why a faster layout stands below a slower one, if one does: see INEXACT_MARGIN."""
+    slowest_exact_s = 0.0
+    for plan in plans:
+        if plan.layout.reduce_bytes != 2:
+            slowest_exact_s = max(slowest_exact_s, plan.cost.total_s)
+        elif plan.cost.total_s < slowest_exact_s:
+            return (
+                f"reduce=bf16 adds gradients up less exactly: it stands below a slower reduce=fp32"
+                f" unless it is {100 * INEXACT_MARGIN:g} % faster."
+            )
+    return None
 
 
 def why_first(plans: Sequence[Plan]) -> str:

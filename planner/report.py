@@ -14,7 +14,7 @@ from keepstep.planner.comm import axis
 from keepstep.planner.copies import CopyRisk, loss_chance
 from keepstep.planner.cost import CostModel
 from keepstep.planner.layouts import Constraints, Refused
-from keepstep.planner.plan import Plan, why_first
+from keepstep.planner.plan import Plan, order_note, why_first
 from keepstep.planner.simulate import best_intervals, simulate
 from keepstep.planner.survive import Risk, Tier, broken_hosts, expect, spares_worth
 from keepstep.planner.validate import Validation
@@ -44,6 +44,7 @@ def plan_report(
         "tokens": tokens,
         "best": [plan_values(costs, one, tokens) for one in plans],
         "why": why_first(plans),
+        "note": order_note(plans),
         "own": plan_values(costs, own, tokens) if own else None,
         "own_refusal": own_refusal,
         "refusals": [

@@ -48,6 +48,8 @@ def show_plan(report: Report) -> None:
     own = report["own"]
     if rows:
         _show_layouts(console, rows, report["tokens"], "Best layouts")
+        if report["note"]:
+            console.print(report["note"])
         console.print(report["why"])
         tokens = report["tokens_per_replica"]
         console.print(

@@ -12,8 +12,11 @@ from typer.testing import CliRunner, Result
 
 from keepstep.plan_cli import plan_app
 from keepstep.planner.cluster import cluster_from_document, cluster_of
+from keepstep.planner.cost import CostModel
+from keepstep.planner.layouts import parse_layout
 from keepstep.planner.measured import measured_run
 from keepstep.planner.model import model_from_section
+from keepstep.planner.stack import SHARED_CORES
 
 RUN = """
 [model]
@@ -219,6 +222,11 @@ def test_calibration_prints_a_cluster_that_can_be_used(tmp_path: Path) -> None:
     printed = plan("calibrate", *paths, *common).stdout
     fitted = cluster_from_document(tomllib.loads(printed), "fitted")
     assert fitted.cores_per_node == 2
+    (tmp_path / "fitted.toml").write_text(printed)
+    words = ("--cluster", str(tmp_path / "fitted.toml"), "--explain", "dp=8,micro=2,zero=3")
+    model = model_from_section(tomllib.loads(RUN)["model"])
+    fit_s = CostModel(model, fitted, SHARED_CORES).step(parse_layout(words[-1]), 16).total_s
+    assert plan_json(*common[:2], *words)["own"]["step_s"] == pytest.approx(fit_s)
     report = plan_json("calibrate", *paths, *common)
     assert report["fit"]["mape_pct"] < 25
     assert any("0.0800 s" in run for run in report["fit"]["runs"])

@@ -6,12 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.planner.cluster import GPUS, Efficiency, cluster_of
+from keepstep.planner.cluster import (
+    CORES,
+    GPUS,
+    Cluster,
+    Efficiency,
+    cluster_from_document,
+    cluster_of,
+)
 from keepstep.planner.cost import CostModel, stage_layers
 from keepstep.planner.kernels import gemm_s
 from keepstep.planner.layout import Layout
 from keepstep.planner.model import named_models
-from keepstep.planner.stack import CLASSIC, MODERN
+from keepstep.planner.stack import CLASSIC, MODERN, SHARED_CORES
 
 A100 = cluster_of("A100", 64)
 GPT = named_models()["gpt-18.4b"]
@@ -95,3 +102,42 @@ def test_ranks_that_share_cores_take_turns() -> None:
     assert CostModel(model, replace(own, cores_per_node=8), CLASSIC).step(
         layout, 8
     ).total_s == pytest.approx(alone.total_s, rel=0.02)
+
+
+def two_cores(**constants: float) -> Cluster:
+    """Eight ranks' machine on which nothing takes time but what `constants` say."""
+    gpu = replace(GPUS["A100"], peak_flops=1e30, hbm_bytes_per_s=1e30, link_bytes_per_s=1e30, sms=0)
+    nothing = Efficiency(host_s=0.0, link_latency_s=0.0)
+    reached = replace(nothing, **constants)
+    one = cluster_of("A100", 8)
+    return replace(one, gpu=gpu, cores_per_node=2, efficiency=reached)
+
+
+def test_on_shared_cores_every_pass_of_every_layer_is_launched() -> None:
+    """Four micro batches, two passes, on one of four ranks' cores: two ranks to a core."""
+    layout, machine = Layout(dp_shard=4, zero=3), two_cores(host_s=0.0)
+    machine = replace(machine, gpu=replace(machine.gpu, peak_flops=1e12))
+    slow = replace(machine, efficiency=replace(machine.efficiency, host_s=1e-3))
+    free_s, cost_s = (
+        CostModel(GPT, one, SHARED_CORES).step(layout, 16).total_s for one in (machine, slow)
+    )
+    launches = 2 * 4 * 2 * GPT.layers  # a core's
+    assert free_s > 1e-3 * launches  # the work does not hide them
+    assert cost_s - free_s == pytest.approx(1e-3 * launches)
+
+
+def test_on_shared_cores_every_collective_costs_its_call() -> None:
+    """Weights gathered twice per micro batch, gradients scattered once, per layer and the ends."""
+    layout = Layout(dp_shard=2, zero=3)
+    cost = CostModel(GPT, two_cores(call_s=1e-3), SHARED_CORES).step(layout, 8)
+    assert cost.total_s == pytest.approx(1e-3 * (2 * 4 + 1) * (GPT.layers + 1))
+    tensor = CostModel(GPT, two_cores(call_s=1e-3), SHARED_CORES).step(Layout(tp=2), 4)
+    assert tensor.total_s == pytest.approx(1e-3 * 4 * (8 * GPT.layers + 4))
+
+
+def test_cores_start_from_constants_of_their_own() -> None:
+    cluster = {"nodes": 1, "gpus_per_node": 8, "nic_bytes_per_s": 1e9, "gpu": "A100"}
+    shared = {"cluster": {**cluster, "cores_per_node": 2}, "efficiency": {"gemm": 0.3}}
+    found = cluster_from_document(shared, "box").efficiency
+    assert found == replace(CORES, gemm=0.3)
+    assert cluster_from_document({"cluster": cluster}, "node").efficiency == Efficiency()

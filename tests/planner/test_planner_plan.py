@@ -13,7 +13,7 @@ from keepstep.planner.errors import BadLayout
 from keepstep.planner.layout import Layout
 from keepstep.planner.layouts import Constraints, parse_layout, refusal
 from keepstep.planner.model import ModelConfig, named_models
-from keepstep.planner.plan import explain_refusal, make_plan, search, why_first
+from keepstep.planner.plan import explain_refusal, make_plan, order_note, search, why_first
 
 MODEL = named_models()["llama3-70b"]
 H100 = cluster_of("H100", 1024)
@@ -127,3 +127,16 @@ def test_a_tiny_model_on_one_gpu_has_one_size() -> None:
     tiny = ModelConfig(256, 64, 4, 4, 2, 192, 128)
     _, found = search(tiny, cluster_of("H100", 1), Constraints(16))
     assert {(one.dp, one.tp, one.pp) for one in found.best(10)} == {(1, 1, 1)}
+
+
+def test_a_faster_layout_below_a_slower_one_is_explained() -> None:
+    """512 samples on 256 GPUs have one; 1,024 of them have none."""
+    costs, found = search(MODEL, cluster_of("H100", 256), Constraints(512))
+    plans = [make_plan(costs, one, 512) for one in found.best(10)]
+    seconds = [plan.cost.total_s for plan in plans]
+    assert seconds != sorted(seconds)
+    note = order_note(plans)
+    assert note is not None
+    assert "2 %" in note
+    by_time = sorted(plans, key=lambda plan: plan.cost.total_s)
+    assert order_note(by_time) is None

@@ -2,7 +2,7 @@
 
     8 bytes          length of the JSON with its padding, little-endian
     JSON, spaces     so many that the data begins at a multiple of 4,096 bytes
-    data             the tensors without holes, by item size descending, then by name
+    data             the tensors without holes, by item size descending, small ones last, by name
 
 The JSON begins with ``__metadata__``, whose first key is ``chunks``: the checksums of all chunks of
 data, 16 hex digits each, at a place and of a length that are known before the data is. So a header
@@ -37,6 +37,9 @@ from keepstep.ckpt.names import check_job, check_name
 from keepstep.ckpt.placement import DIMS_MAX, Mesh, check_mesh, mesh_size
 from keepstep.ckpt.region import Box
 from keepstep.ckpt.safetensors_file import LENGTH_BYTES
+
+SMALL_BYTES = 1 << 16
+"""Parts of a tensor with fewer bytes lie together, behind the others of their item size."""
 
 CHUNKS_AT = LENGTH_BYTES + len('{"__metadata__":{"chunks":"')
 """Where the checksums begin in the file."""
@@ -196,11 +199,14 @@ def _placed(
         fault = box_fault(shape, box)
         if fault is not None:
             raise PlacementError(f"tensor {name!r}: {fault}")
-        sized.append((-dtype.itemsize, name, dtype, shape, box))
-    sized.sort(key=lambda entry: entry[:2])
+        is_small = box.volume * dtype.itemsize < SMALL_BYTES
+        sized.append((-dtype.itemsize, is_small, name, dtype, shape, box))
+    # Small ones together share a few chunks: a rank that needs all the optimizer's step counts
+    # reads one chunk for them, and not one for each.
+    sized.sort(key=lambda entry: entry[:3])
     placed: dict[str, ImageItem] = {}
     offset = 0
-    for _, name, dtype, shape, box in sized:
+    for _, _, name, dtype, shape, box in sized:
         size_bytes = box.volume * dtype.itemsize
         placed[name] = ImageItem(dtype, shape, box, offset, size_bytes)
         offset += size_bytes

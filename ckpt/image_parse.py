@@ -230,7 +230,7 @@ def _check_layout(header: ImageHeader, nodes: dict[str, _Node], file: str) -> No
     """Raise FormatError unless the data lies in the header as order and sizes of tensors say."""
     for (name, item), (stated, node) in zip(header.items.items(), nodes.items(), strict=True):
         if name != stated:
-            expected = "tensors by item size descending, then by name"
+            expected = "tensors by item size descending, small ones last, then by name"
             raise FormatError(file, "header", f"{expected}: {shortened(name)!r}", _entry(stated))
         if node.dtype != item.dtype.stored:
             raise FormatError(

@@ -60,11 +60,20 @@ def test_neighbours_that_only_touch_are_one_read() -> None:
 
 
 def test_neighbours_in_one_chunk_read_it_once() -> None:
-    header = _whole_items({"a": (10,), "b": (10,), "far": (2_000_000,), "z": (10,)})
+    large = {"a": (20_000,), "b": (20_000,), "far": (2_000_000,), "z": (20_000,)}
+    header = _whole_items(large)
     plan = _plan(header, {"a": Box((3,), (2,)), "b": Box((0,), (10,)), "z": Box((9,), (1,))})
     assert [read.start // CHUNK_BYTES for read in plan.reads] == [0, 7]
     assert all(read.start % CHUNK_BYTES == 0 for read in plan.reads)
     assert sum(read.size_bytes for read in plan.reads) < 3 * CHUNK_BYTES
+
+
+def test_small_tensors_lie_together_so_that_all_of_them_are_one_chunk() -> None:
+    names = [f"layer{number}" for number in range(9)]
+    shapes = {f"{name}/weight": (300_000,) for name in names}
+    header = _whole_items(shapes | {f"{name}/step": () for name in names})
+    plan = _plan(header, {f"{name}/step": whole(()) for name in names})
+    assert [read.size_bytes for read in plan.reads] == [header.data_bytes % CHUNK_BYTES]
 
 
 def test_columns_of_a_matrix_with_huge_rows_do_not_read_the_gaps() -> None:

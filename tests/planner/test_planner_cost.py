@@ -124,6 +124,8 @@ def test_on_shared_cores_every_pass_of_every_layer_is_launched() -> None:
     launches = 2 * 4 * 2 * GPT.layers  # a core's
     assert free_s > 1e-3 * launches  # the work does not hide them
     assert cost_s - free_s == pytest.approx(1e-3 * launches)
+    no_work = CostModel(GPT, two_cores(host_s=1e-3), SHARED_CORES).step(layout, 16)
+    assert no_work.total_s == pytest.approx(1e-3 * launches)
 
 
 def test_on_shared_cores_every_collective_costs_its_call() -> None:

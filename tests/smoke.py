@@ -27,7 +27,7 @@ def check_wheel(dist: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"keepstep"}, tops
-    for room in ("ckpt", "storage", "trainer"):
+    for room in ("ckpt", "planner", "storage", "trainer"):
         assert f"keepstep/{room}/__init__.py" in names, f"the wheel lacks {room}"
     assert "keepstep/py.typed" in names
     assert "keepstep/trainer/default.toml" in names

@@ -290,7 +290,7 @@ def test_no_more_parts_are_under_way_than_was_said(ground: Ground, proxy: S3Prox
     with ThreadPoolExecutor(2) as pool:  # the bound is the store's, not the put's
         for put in [pool.submit(ground.store.put, f"a/{n}", bytes(size_bytes)) for n in range(2)]:
             put.result()
-    # A busy server may let one time out: then the proxy still holds what was given up and sent anew.
+    # A busy server may let one time out: the proxy then holds what was given up, and its repeat.
     sent_anew = [method for method, _ in proxy.requests].count("PUT") - 12
     assert OPTIONS.parts_at_once <= proxy.puts_at_once <= OPTIONS.parts_at_once + sent_anew
 

@@ -38,7 +38,7 @@ from keepstep.storage.retry import REPEATABLE, RetryingStore, RetryPolicy
 from keepstep.storage.s3 import S3Store
 from keepstep.storage.s3_client import S3Client, S3Options
 
-pytestmark = pytest.mark.slow  # a server to start, and time-outs to wait for
+pytestmark = [pytest.mark.slow, pytest.mark.servers]  # a server to start, and time-outs to wait for
 
 OPTIONS = S3Options(
     part_bytes=PART_BYTES,

@@ -28,7 +28,10 @@ pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'keepstep
 from keepstep.storage.s3 import MARKER, S3Store
 from keepstep.storage.s3_client import S3Client
 
-pytestmark = pytest.mark.slow  # two servers to start, and a request for every line
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.servers,
+]  # two servers to start, and a request for every line
 
 
 class S3Suite(StoreSuite):

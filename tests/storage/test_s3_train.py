@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.kit.servers import BUCKET, SECRET_KEY, Place, Server
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.servers]
 
 SMALL = [
     "--layout=dp=2,tp=1,pp=1",

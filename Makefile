@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo 'make demo        train the built-in example: 3D-parallel on 8 CPU ranks, about 100 steps'
 	@echo 'make check       every day: format, lint, types, arrows, tidy, unit tests (under 90 s)'
-	@echo 'make test        every test, and a fixed-seed slice of each long proof (under 25 minutes)'
+	@echo 'make test        every test that needs no server, and a slice of each long proof (under 25 min)'
 	@echo 'make test-servers  stores in buckets, against real servers on loopback'
 	@echo 'make prove NAME  one proof whole, JSON on standard output; without a name: lists them'
 	@echo 'make format      put the code into its one format'

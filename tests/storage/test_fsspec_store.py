@@ -69,6 +69,15 @@ class TestMemory(FsspecSuite):
         found = MemoryFileSystem.store.get(f"{self.root}/{key}")
         return None if found is None else found.getvalue()
 
+    # fsspec's memory:// hands every reader the one file object, position and all. No store of ours
+    # is opened on it (`locate` refuses it); here it stands for any other file system of fsspec.
+
+    def test_readers_see_whole_objects_while_writers_replace(self, store: Store) -> None:
+        pytest.skip("fsspec's memory:// is not for several threads")
+
+    def test_puts_and_deletes_in_one_directory_do_not_fail_each_other(self, store: Store) -> None:
+        pytest.skip("fsspec's memory:// is not for several threads")
+
 
 class TestLocalSingleWriter(TestLocal):
     can_put_if_absent = True

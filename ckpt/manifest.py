@@ -8,6 +8,7 @@ tensors.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
@@ -86,6 +87,38 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One per rank that owns at least one byte, ascending by rank."""
 
 
+class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A manifest without images: what a state is, before anybody knows where all of it lies.
+
+    Each host has it with its own images; with the records of all images it becomes the manifest.
+    """
+
+    format: int
+    job: str
+    state: State
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    tensors: dict[str, TensorSpec]
+    aliases: dict[str, str]
+    values: dict[str, Any]
+    plan_digest: str
+
+    def manifest(self, images: Iterable[ImageRecord]) -> Manifest:
+        """The manifest with these images, in any order."""
+        return Manifest(
+            format=self.format,
+            job=self.job,
+            state=self.state,
+            mesh=self.mesh,
+            placements=self.placements,
+            tensors=self.tensors,
+            aliases=self.aliases,
+            values=self.values,
+            plan_digest=self.plan_digest,
+            images=tuple(sorted(images, key=lambda image: image.rank)),
+        )
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest as stored; equal manifests make equal bytes.
 
@@ -116,6 +149,29 @@ def decode_manifest(data: Buffer, file: str) -> Manifest:
     return manifest
 
 
+def encode_description(description: Description) -> bytes:
+    """The description as stored. Raises as `encode_manifest`, with file "description"."""
+    check_json(description.values, "values")
+    data = encode(description)
+    check_described(description, "description")
+    if len(data) > MANIFEST_BYTES_MAX:
+        raise FormatError("description", "", f"at most {MANIFEST_BYTES_MAX} bytes", f"{len(data)}")
+    return data
+
+
+def decode_description(data: Buffer, file: str) -> Description:
+    """The description in `data`, checked in itself. Raises as `decode_manifest`."""
+    found = decode(
+        data, Description, bytes_max=MANIFEST_BYTES_MAX, file=file, version_known=FORMAT_VERSION
+    )
+    try:
+        check_json(found.values, "values")
+    except CheckpointError as error:
+        raise FormatError(file, "values", "plain JSON", shortened(str(error))) from error
+    check_described(found, file)
+    return found
+
+
 def check_state(state: State, file: str, field: str) -> None:
     """Raise FormatError unless generation and step have the digits that keys have for them."""
     for name, number, most in (
@@ -139,6 +195,15 @@ def check_manifest(manifest: Manifest, file: str) -> None:
     Its plan digest is that of its structure, and its images have together as many bytes of data as
     its tensors.
     """
+    tensor_bytes = check_described(manifest, file)
+    data_bytes = _check_images(manifest, file)
+    if data_bytes != tensor_bytes:
+        expected = f"{tensor_bytes} bytes of data in all, as the tensors have"
+        raise FormatError(file, "images", expected, f"{data_bytes}")
+
+
+def check_described(manifest: Manifest | Description, file: str) -> int:
+    """Check all but the images, as `check_manifest`; return how many bytes all tensors have."""
     if manifest.format != FORMAT_VERSION:
         raise FormatError(file, "format", f"{FORMAT_VERSION}", f"{manifest.format}")
     fault = job_fault(manifest.job)
@@ -157,13 +222,10 @@ def check_manifest(manifest: Manifest, file: str) -> None:
     digest = plan_digest(manifest.mesh, manifest.placements, manifest.tensors)
     if digest != manifest.plan_digest:
         raise FormatError(file, "plan_digest", f"{digest}, of its structure", manifest.plan_digest)
-    data_bytes = _check_images(manifest, file)
-    if data_bytes != tensor_bytes:
-        expected = f"{tensor_bytes} bytes of data in all, as the tensors have"
-        raise FormatError(file, "images", expected, f"{data_bytes}")
+    return tensor_bytes
 
 
-def _check_tensors(manifest: Manifest, file: str) -> int:
+def _check_tensors(manifest: Manifest | Description, file: str) -> int:
     """Check names and shapes; return how many bytes all tensors have."""
     total = 0
     for name, spec in manifest.tensors.items():
@@ -178,7 +240,7 @@ def _check_tensors(manifest: Manifest, file: str) -> int:
     return total
 
 
-def _check_aliases(manifest: Manifest, file: str) -> None:
+def _check_aliases(manifest: Manifest | Description, file: str) -> None:
     for alias, name in manifest.aliases.items():
         field = f"aliases[{shortened(alias)!r}]"
         fault = name_fault(alias)

@@ -19,8 +19,8 @@
         └── WrongJob                the store belongs to another job
 
 Defined beside the one place that raises them, and CheckpointErrors too: `ArenaTooLarge` (arena),
-`OtherRanksFailed` (agree), `WrongMoment` (save), `BadLayout` (layout), `TargetTaken` (writer) and
-`Unconvertible` (hf_config).
+`LinesError` (jsonlines), `OtherRanksFailed` (agree), `WrongMoment` (save), `BadLayout` (layout),
+`TargetTaken` (writer) and `Unconvertible` (hf_config).
 
 A caller writes::
 

@@ -10,10 +10,10 @@ import setproctitle
 from rich.console import Console
 
 from keepstep.ckpt.errors import CheckpointError
+from keepstep.ckpt.events import Events
 from keepstep.storage.errors import StoreError
 from keepstep.trainer.config import Config
 from keepstep.trainer.errors import RankFailed, TrainerError
-from keepstep.trainer.events import Events
 from keepstep.trainer.job import Arguments, Job, check_config, make_config, open_job
 from keepstep.trainer.launch import (
     RankStart,

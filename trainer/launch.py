@@ -29,8 +29,8 @@ from typing import Any, NoReturn, TypeAlias
 
 import setproctitle
 
+from keepstep.ckpt.process import process_start_ticks
 from keepstep.trainer.errors import RankFailed, ResumeRefused, TrainerError
-from keepstep.trainer.rundir import process_start_ticks
 from keepstep.trainer.signals import forward_stop, ignore_stop
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from keepstep.ckpt.agree import all_gather_bytes, gather_structure
+from keepstep.ckpt.events import Events
 from keepstep.ckpt.layout import layout_values
 from keepstep.ckpt.log import Log
 from keepstep.ckpt.retention import Policy
@@ -23,7 +24,6 @@ from keepstep.trainer.budget import least_bytes
 from keepstep.trainer.checkpointing import Checkpointing
 from keepstep.trainer.dataset import Samples
 from keepstep.trainer.errors import TrainerError
-from keepstep.trainer.events import Events
 from keepstep.trainer.flops import peak_flops, utilisation
 from keepstep.trainer.job import Job
 from keepstep.trainer.mesh import Grid, make_grid

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keepstep.trainer.jsonlines import JsonLines, read_lines
+from keepstep.ckpt.jsonlines import JsonLines, read_lines
 
 FILE_NAME = "metrics.jsonl"
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from keepstep.trainer.events import read_events
+from keepstep.ckpt.events import read_events
 from keepstep.trainer.metrics import read_metrics
 
 LINE_EVERY_STEPS = 10

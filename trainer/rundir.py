@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from keepstep.ckpt.process import process_start_ticks
 from keepstep.trainer.errors import RunDirError, RunIsLive
 
 LOCK_NAME = "lock"
@@ -35,18 +36,6 @@ class Holder(msgspec.Struct, frozen=True):
     pid: int
     start_ticks: int
     run: str
-
-
-def process_start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if there is none.
-
-    Together with the pid it names a process for ever: pids are used again, start times are not.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[19])
 
 
 class RunDir:

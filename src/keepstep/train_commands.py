@@ -25,7 +25,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for machin
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """The trainer's errors as one line on stderr and an exit status: 2 for what was typed."""
+    """Errors of ours as one line on stderr and an exit status: 2 for what was typed."""
+    from keepstep.ckpt.errors import CheckpointError
     from keepstep.trainer.errors import ConfigError, TrainerError
     from keepstep.trainer.signals import StopNow
 
@@ -34,7 +35,7 @@ def _refusals() -> Iterator[None]:
     except StopNow as error:
         sys.stderr.write(f"keepstep: {error}\n")
         sys.exit(error.exit_code)
-    except TrainerError as error:
+    except (TrainerError, CheckpointError) as error:
         sys.stderr.write(f"keepstep: {' '.join(str(error).split())}\n")
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 

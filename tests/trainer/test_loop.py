@@ -28,10 +28,10 @@ from tests.kit.runs import (
 )
 
 from keepstep.ckpt.entry import Rewind
+from keepstep.ckpt.events import read_events
 from keepstep.ckpt.log import Log, read_entries
 from keepstep.ckpt.manifest import State
 from keepstep.storage.locate import open_store
-from keepstep.trainer.events import read_events
 from keepstep.trainer.metrics import FILE_NAME, read_metrics
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]

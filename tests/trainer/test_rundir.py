@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.ckpt.events import Events, read_events
+from keepstep.ckpt.jsonlines import JsonLines, LinesError, read_lines
+from keepstep.ckpt.process import process_start_ticks
 from keepstep.trainer.errors import RunDirError, RunIsLive
-from keepstep.trainer.events import Events, read_events
-from keepstep.trainer.jsonlines import JsonLines, read_lines
 from keepstep.trainer.metrics import Metrics, StepMetrics, read_metrics
-from keepstep.trainer.rundir import hold_run_dir, process_start_ticks
+from keepstep.trainer.rundir import hold_run_dir
 
 
 def in_child(body: Callable[[], None]) -> int:
@@ -135,7 +136,7 @@ def test_a_file_of_one_torn_line_becomes_empty(tmp_path: Path) -> None:
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     file.write_bytes(b'{"a": 1}\nxx\n{"a": 2}\n')
-    with pytest.raises(RunDirError, match=r"x\.jsonl:2: not JSON"):
+    with pytest.raises(LinesError, match=r"x\.jsonl:2: not JSON"):
         read_lines(file)
 
 

@@ -13,10 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from keepstep.trainer.errors import RunDirError
+from keepstep.ckpt.errors import CheckpointError
 
 WAITING_BYTES_MAX = 64 << 20
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+
+
+class LinesError(CheckpointError):
+    """A file of JSON lines cannot be written, or holds a line that is none."""
 
 
 def to_json(value: object) -> object:
@@ -40,14 +44,14 @@ class JsonLines:
         """Open for appending; a torn last line, which a crash left, is cut off.
 
         Raises:
-            RunDirError: the file cannot be opened.
+            LinesError: the file cannot be opened.
         """
         self.path = path
         self._waiting = b""
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise RunDirError(f"{path}: cannot open for appending: {error.strerror}") from error
+            raise LinesError(f"{path}: cannot open for appending: {error.strerror}") from error
 
     def repair(self) -> int:
         """Cut a torn last line off; how many bytes went. Only for the one who holds the lock."""
@@ -64,12 +68,12 @@ class JsonLines:
         that fits: a full disk stops no run.
 
         Raises:
-            RunDirError: the file system refused otherwise, or too much is waiting.
+            LinesError: the file system refused otherwise, or too much is waiting.
         """
         self._waiting += json.dumps(to_json(line), allow_nan=False).encode() + b"\n"
         self._write_waiting()
         if len(self._waiting) > WAITING_BYTES_MAX:
-            raise RunDirError(
+            raise LinesError(
                 f"{self.path}: {len(self._waiting)} bytes of lines wait for a full disk; free some"
             )
 
@@ -77,14 +81,14 @@ class JsonLines:
         """Make what was appended durable, as far as the disk has room for it.
 
         Raises:
-            RunDirError: the file system refused otherwise.
+            LinesError: the file system refused otherwise.
         """
         self._write_waiting()
         try:
             os.fsync(self._fd)
         except OSError as error:
             if error.errno not in _FULL:
-                raise RunDirError(f"{self.path}: cannot sync: {error.strerror}") from error
+                raise LinesError(f"{self.path}: cannot sync: {error.strerror}") from error
 
     def _write_waiting(self) -> None:
         """One write of all that waits, so that lines of two processes do not mix."""
@@ -92,7 +96,7 @@ class JsonLines:
             written = os.write(self._fd, self._waiting)
         except OSError as error:
             if error.errno not in _FULL:
-                raise RunDirError(f"{self.path}: cannot append: {error.strerror}") from error
+                raise LinesError(f"{self.path}: cannot append: {error.strerror}") from error
             return
         self._waiting = self._waiting[written:]
 
@@ -117,7 +121,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a file; none if there is no file.
 
     Raises:
-        RunDirError: a line that is no JSON object; names its number.
+        LinesError: a line that is no JSON object; names its number.
     """
     if not path.exists():
         return []
@@ -126,8 +130,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             value = json.loads(text)
         except ValueError as error:
-            raise RunDirError(f"{path}:{number}: not JSON: {error}") from error
+            raise LinesError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(value, dict):
-            raise RunDirError(f"{path}:{number}: expected an object, found {text[:80]!r}")
+            raise LinesError(f"{path}:{number}: expected an object, found {text[:80]!r}")
         lines.append(value)
     return lines

@@ -13,7 +13,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from keepstep.trainer.jsonlines import JsonLines, read_lines
+from keepstep.ckpt.jsonlines import JsonLines, read_lines
 
 FILE_NAME = "events.jsonl"
 
@@ -26,7 +26,7 @@ class Events:
 
         Args:
             run_dir: the run directory.
-            role: "launcher" or "rank".
+            role: "launcher", "rank" or "keeper".
             rank: of a rank.
         """
         self._lines = JsonLines(run_dir / FILE_NAME)

@@ -13,7 +13,7 @@ from keepstep.ckpt.pool import Slot
 
 from keepstep.ckpt.image import ImageHeader
 from keepstep.ckpt.inventory import Inventory
-from keepstep.ckpt.manifest import Description, ImageRecord, State
+from keepstep.ckpt.manifest import ImageRecord, State
 from keepstep.ckpt.shelf import Shelved
 from keepstep.ckpt.structure import Structure
 from keepstep.ckpt.tenure import Tenure
@@ -58,7 +58,7 @@ class Service(Protocol):
 
 
 class Answers(Protocol):
-    """What the data plane asks of the core."""
+    """What the data plane asks of the core (a `data_plane.Served`, with what `PeerSlots` has)."""
 
     def inventory(self) -> Inventory:
         """What this host has. No promise."""
@@ -66,8 +66,11 @@ class Answers(Protocol):
     def take_inventory(self, generation: int, term: int) -> Inventory:
         """The same as a promise, persisted on return. Raises Stale. Blocking: one fsync."""
 
-    def describe(self, state: State) -> Description:
-        """What a state in the inventory is. Raises NoSuchState."""
+    def describe(self, state: State) -> bytes:
+        """`encode_description` of a state in the inventory. Raises NoSuchState."""
+
+    def check_fence(self, generation: int, term: int) -> None:
+        """Raise Stale if a newer generation was promised, or a newer term of the same."""
 
     def status(self) -> dict[str, object]:
         """JSON for the status page, with that of all services."""
@@ -79,7 +82,7 @@ class PeerSlots(Protocol):
     def structure(self, digest: str) -> Structure | None:
         """The structure with this digest, if this host knows it."""
 
-    def add_structure(self, structure: Structure) -> None:
+    def keep_structure(self, structure: Structure) -> None:
         """Remember a structure, for as long as the host directory lives. Blocking: one write."""
 
     def take(

@@ -21,9 +21,10 @@ from keepstep.ckpt.errors import LogError, LogMoved
 from keepstep.ckpt.keys import (
     LOG_PREFIX,
     STATES_PREFIX,
+    DoneKey,
     EntryKey,
-    ImageKey,
     ManifestKey,
+    StateKey,
     parse_key,
 )
 from keepstep.ckpt.lineage import Committed, Lineage, Status
@@ -164,7 +165,7 @@ def _survey(store: Store, prefix: str) -> tuple[list[ObjectInfo], tuple[ObjectIn
         key = parse_key(info.key)
         if key is None:
             foreign.append(info)
-        elif not isinstance(key, EntryKey):
+        elif isinstance(key, StateKey):
             ours.append(info)
     return ours, tuple(foreign)
 
@@ -173,12 +174,12 @@ def _dead_files(
     ours: list[ObjectInfo], lineage: Lineage, going: tuple[Committed, ...]
 ) -> Iterator[Doomed]:
     """The files that go, in the order in which they go: of each state, the manifest first (I2)."""
-    committed = {commit.state for commit in lineage.commits}
+    committed = {commit.state: commit.seq for commit in lineage.commits}
     retiring = {commit.state: commit.status for commit in going}
     found = []
     for info in ours:
         key = parse_key(info.key)
-        if not isinstance(key, ManifestKey | ImageKey):
+        if not isinstance(key, StateKey):
             continue
         if key.state in retiring:
             status = retiring[key.state]
@@ -187,9 +188,11 @@ def _dead_files(
             reason = f"retired earlier: {lineage.retired[key.state]}"
         elif key.state not in committed and is_past(key.state, lineage):
             reason = "unreferenced: it was never committed, and never will be"
+        elif key.state in committed and isinstance(key, DoneKey):
+            reason = f"of no use any more: entry {committed[key.state]} commits its state"
         else:
             continue
-        order = (key.state, isinstance(key, ImageKey), info.key)
+        order = (key.state, not isinstance(key, ManifestKey), info.key)
         found.append((order, Doomed(info.key, info.size_bytes, reason)))
     for _, doomed in sorted(found, key=lambda pair: pair[0]):
         yield doomed
@@ -209,7 +212,7 @@ def _dead_leftovers(store: Store, lineage: Lineage) -> Iterator[Doomed]:
     """What interrupted writes left, of objects that nobody who counts can still be writing."""
     for info in store.leftovers(STATES_PREFIX):
         key = parse_key(info.key)
-        if isinstance(key, ManifestKey | ImageKey) and is_past(key.state, lineage):
+        if isinstance(key, StateKey) and is_past(key.state, lineage):
             yield Doomed(info.key, info.size_bytes, "left by an interrupted write", info)
 
 

@@ -14,7 +14,7 @@ reason, so that `show` can answer "where is my step 120?". The rules (numbers of
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from keepstep.ckpt.entry import (
@@ -63,6 +63,23 @@ class Ignored:
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of the lineage that one generation computed: steps above `floor`, up to `cut`."""
+
+    generation: int
+    floor: int
+    cut: int | None = None
+
+    def holds(self, state: State) -> bool:
+        """Whether `state` lies on this part."""
+        above = state.step > self.floor
+        return state.generation == self.generation and above and not self._is_beyond(state.step)
+
+    def _is_beyond(self, step: int) -> bool:
+        return self.cut is not None and step > self.cut
+
+
+@dataclass(frozen=True, slots=True)
 class Lineage:
     """The meaning of a log up to, not including, entry `next_seq`."""
 
@@ -76,6 +93,8 @@ class Lineage:
     """Where the current term was taken; -1 before the first."""
     generations: tuple[Generation, ...]
     """All that counted, ascending; the last is the newest."""
+    chain: tuple[Segment, ...]
+    """The lineage itself: its parts in order, each going on from the one before."""
     commits: tuple[Committed, ...]
     """All that counted, newest entry first, whatever became of them."""
     committed_to: int
@@ -100,6 +119,55 @@ class Lineage:
         """The live commits, newest (highest step) first. At most one per step (S1)."""
         return tuple(commit for commit in self.commits if commit.status is Status.LIVE)
 
+    def admits(self, state: State) -> str:
+        """Why a run may not go on from `state`, committed or not; "" if it may.
+
+        It may if the state is on the lineage, is not bad, descends from no bad one, and was not
+        retired. Whether its bytes are anywhere is another question.
+        """
+        for commit in self.commits:
+            if commit.state == state:
+                return commit.reason
+        if state in self.retired:
+            return self.retired[state]
+        if all(one.number != state.generation for one in self.generations):
+            return f"generation {state.generation} has not begun"
+        if not any(segment.holds(state) for segment in self.chain):
+            return f"it is not on the lineage: {self._extent_of(state.generation)}"
+        onset: dict[int, int] = {}
+        for each in self.bad:
+            onset[each.generation] = min(each.step, onset.get(each.generation, each.step))
+        cause = _bad_ancestor(state, onset, {one.number: one for one in self.generations})
+        if cause is None:
+            return ""
+        if cause == state:
+            return self.bad[cause]
+        return f"it descends from {state_words(cause)}, which is bad: {self.bad[cause]}"
+
+    def _extent_of(self, generation: int) -> str:
+        for segment in self.chain:
+            if segment.generation == generation:
+                upto = "" if segment.cut is None else f" and up to step {segment.cut}"
+                return f"of generation {generation} it has what is above step {segment.floor}{upto}"
+        return f"of generation {generation} it has nothing any more"
+
+
+def _bad_ancestor(
+    state: State, onset: Mapping[int, int], generations: Mapping[int, Generation]
+) -> State | None:
+    """The bad state that `state` is or descends from, if any.
+
+    `onset`: generation -> its first bad step.
+    """
+    at: State | None = state if onset else None
+    while at is not None:
+        step = onset.get(at.generation)
+        if step is not None and at.step >= step:
+            return State(at.generation, step)
+        found = generations.get(at.generation)
+        at = found.base if found is not None else None
+    return None
+
 
 def resume_points(lineage: Lineage) -> tuple[Committed, ...]:
     """The commits that a run may be restored from, best first."""
@@ -121,22 +189,6 @@ def fold(records: Iterable[Record]) -> Lineage:
     return folding.lineage()
 
 
-@dataclass(slots=True)
-class _Segment:
-    """The part of the lineage that one generation computed: steps above `floor`, up to `cut`."""
-
-    generation: int
-    floor: int
-    cut: int | None = None
-
-    def holds(self, state: State) -> bool:
-        above = state.step > self.floor
-        return state.generation == self.generation and above and not self.is_beyond(state.step)
-
-    def is_beyond(self, step: int) -> bool:
-        return self.cut is not None and step > self.cut
-
-
 class Fold:
     """The lineage while it grows: `add` records in order of `seq`, ask for the `lineage`."""
 
@@ -147,7 +199,7 @@ class Fold:
         self._term_seq = -1
         self._generations: dict[int, Generation] = {}
         self._newest = 0
-        self._chain: list[_Segment] = []
+        self._chain: list[Segment] = []
         self._rewound_at: int | None = None
         self._committed_to = -1
         self._commits: dict[State, Commit] = {}
@@ -233,7 +285,7 @@ class Fold:
                 return f"its base, {state_words(body.base)}, is bad: {self._bad[cause]}"
         floor = -1 if body.base is None else body.base.step
         self._cut(body.base)
-        self._chain.append(_Segment(body.number, floor))
+        self._chain.append(Segment(body.number, floor))
         self._generations[body.number] = body
         self._newest = body.number
         self._rewound_at = None
@@ -318,7 +370,7 @@ class Fold:
         while self._chain and (last is None or not self._chain[-1].holds(last)):
             self._chain.pop()
         if last is not None:
-            self._chain[-1].cut = last.step
+            self._chain[-1] = replace(self._chain[-1], cut=last.step)
 
     def _void(self, reason: str) -> None:
         for state in list(self._live):
@@ -331,14 +383,7 @@ class Fold:
 
     def _bad_ancestor(self, state: State) -> State | None:
         """The bad state that `state` is or descends from, if any."""
-        at = state if self._bad_at else None
-        while at is not None:
-            onset = self._bad_at.get(at.generation)
-            if onset is not None and at.step >= onset:
-                return State(at.generation, onset)
-            found = self._generations.get(at.generation)
-            at = found.base if found is not None else None
-        return None
+        return _bad_ancestor(state, self._bad_at, self._generations)
 
     def _blame(self, state: State, cause: State) -> str:
         if state == cause:
@@ -360,6 +405,7 @@ class Fold:
             term_by=self._term.by,
             term_seq=self._term_seq,
             generations=tuple(self._generations.values()),
+            chain=tuple(self._chain),
             commits=tuple(reversed(commits)),
             committed_to=self._committed_to,
             good=dict(self._good),

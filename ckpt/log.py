@@ -133,7 +133,7 @@ class Log:
 
     @property
     def term(self) -> int | None:
-        """The term that this writer took; None before `take_term`."""
+        """The term that this writer took or continued; None before."""
         return self._term
 
     def known(self) -> Lineage:
@@ -172,6 +172,27 @@ class Log:
                 return number
         raise LogError(self._lost_races("take a term"))
 
+    def continue_term(self, term: int) -> None:
+        """Write under `term`, which another process of the same run took: the keeper of rank 0.
+
+        All who write under one term must write what the others may find before their own: commits
+        of one committer, and what `append_if_last` or `append_from` decided.
+
+        Raises:
+            Superseded: a higher term has been taken.
+            LogError: nobody took this term; or the store cannot put-if-absent.
+            FormatError, WrongJob, StoreError: as `read`.
+        """
+        self._check_store()
+        newest = self.read().term
+        if newest < term:
+            raise LogError(
+                f"nobody has taken term {term} of the log in {self._store.url}: its newest is "
+                f"{newest}; take_term() comes before continue_term()"
+            )
+        self._term = term
+        self.check_not_superseded()
+
     def append(self, body: Body) -> Record:
         """Append `body` under this writer's term. Durable on return.
 
@@ -185,7 +206,7 @@ class Log:
             FormatError: as `read`.
         """
         if self._term is None:
-            raise LogError("take_term() comes before append()")
+            raise LogError("take_term() or continue_term() comes before append()")
         for _ in range(_RACES_MAX):
             self.check_not_superseded()
             mine = self._record(body, self._term)
@@ -217,20 +238,21 @@ class Log:
         )
 
     def append_from(self, base: State | None, body: Body) -> Record:
-        """As `append`, but exactly at the place after what shows `base` to be live.
+        """As `append`, but exactly at the place after what shows that `base` is admitted.
 
-        For what goes on from `base`: between a look at the log and the entry, a collection may
-        have retired it. None: from nothing, which nobody can retire.
+        For what goes on from `base`, committed or not: between a look at the log and the entry, a
+        collection may have retired it. None: from nothing, which nobody can retire.
 
         Raises:
-            NotRestorable: `base` is not live any more. Nothing was appended.
+            NotRestorable: `Lineage.admits` refuses `base`. Nothing was appended.
         """
         for _ in range(_RACES_MAX):
             lineage = self.read()
-            if base is not None and all(one.state != base for one in lineage.live):
+            reason = "" if base is None else lineage.admits(base)
+            if reason:
                 raise NotRestorable(
-                    f"{state_words(base)} in {self._store.url} was live, and is not any more: "
-                    "somebody retired or voided it meanwhile; start again"
+                    f"nothing can go on from {state_words(base)} in {self._store.url} any more: "
+                    f"{reason}; start again"
                 )
             try:
                 return self.append_if_last(body, lineage.next_seq)

@@ -18,9 +18,11 @@ from keepstep.ckpt.errors import FormatError
 from keepstep.ckpt.gc import is_past
 from keepstep.ckpt.keys import (
     LOG_PREFIX,
+    DoneKey,
     EntryKey,
     ImageKey,
     ManifestKey,
+    StateKey,
     entry_key,
     image_key,
     manifest_key,
@@ -207,17 +209,18 @@ def _unreferenced(store: Store, lineage: Lineage, is_log_whole: bool) -> Iterato
         key = parse_key(info.key)
         if key is None:
             yield Unreferenced(info.key, info.size_bytes, "foreign: not a name of this format")
-        elif isinstance(key, ManifestKey | ImageKey):
+        elif isinstance(key, StateKey):
             reason = _why_unreferenced(key, lineage) if is_log_whole else _LOG_DAMAGED
             if key.state in present:
                 if isinstance(key, ManifestKey):
                     continue
-                if key.state not in ranks:
-                    ranks[key.state] = _ranks_of(store, key.state)
-                known = ranks[key.state]
-                if known is None or key.rank in known:
-                    continue
-                reason = "its checkpoint's manifest does not name it"
+                if isinstance(key, ImageKey):
+                    if key.state not in ranks:
+                        ranks[key.state] = _ranks_of(store, key.state)
+                    known = ranks[key.state]
+                    if known is None or key.rank in known:
+                        continue
+                reason = _why_beside(key)
             yield Unreferenced(info.key, info.size_bytes, reason)
     yield from (_leftover(info) for info in store.leftovers(""))
 
@@ -225,7 +228,14 @@ def _unreferenced(store: Store, lineage: Lineage, is_log_whole: bool) -> Iterato
 _LOG_DAMAGED = "unknown: the log is damaged, and what is lost of it may refer to this: keep it"
 
 
-def _why_unreferenced(key: ManifestKey | ImageKey, lineage: Lineage) -> str:
+def _why_beside(key: StateKey) -> str:
+    """What a file is that lies with a checkpoint, and is no part of it."""
+    if isinstance(key, DoneKey):
+        return "a done record, of no use after the commit: gc will take it"
+    return "its checkpoint's manifest does not name it"
+
+
+def _why_unreferenced(key: StateKey, lineage: Lineage) -> str:
     if key.state in lineage.retired:
         return f"retired: {lineage.retired[key.state]}; gc will finish it"
     if is_past(key.state, lineage):

@@ -7,13 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.ckpt.keys import (
+    HOSTS_PREFIX,
     LOG_PREFIX,
     STATES_PREFIX,
+    DescriptionKey,
+    DoneKey,
     EntryKey,
+    HostKey,
     ImageKey,
     Key,
     ManifestKey,
+    description_key,
+    done_key,
     entry_key,
+    host_key,
     image_key,
     manifest_key,
     parse_key,
@@ -35,12 +42,21 @@ def _key(made: Key) -> str:
             return manifest_key(state)
         case ImageKey(state, rank):
             return image_key(state, rank)
+        case DoneKey(state, rank):
+            return done_key(state, rank)
+        case DescriptionKey(state):
+            return description_key(state)
+        case HostKey(host):
+            return host_key(host)
 
 
 _MADE = st.one_of(
     st.builds(EntryKey, _SEQS),
     st.builds(ManifestKey, _STATES),
     st.builds(ImageKey, _STATES, st.integers(0, 99_999)),
+    st.builds(DoneKey, _STATES, st.integers(0, 99_999)),
+    st.builds(DescriptionKey, _STATES),
+    st.builds(HostKey, st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._=-]{0,99}\Z")),
 )
 
 
@@ -48,7 +64,7 @@ _MADE = st.one_of(
 def test_a_key_names_what_it_was_made_from(made: Key) -> None:
     key = _key(made)
     assert parse_key(key) == made
-    assert key.startswith((LOG_PREFIX, STATES_PREFIX))
+    assert key.startswith((LOG_PREFIX, STATES_PREFIX, HOSTS_PREFIX))
 
 
 @given(st.lists(_SEQS, max_size=20), st.lists(_STATES, max_size=20))
@@ -81,6 +97,9 @@ def test_keys_are_those_of_the_specification() -> None:
     assert entry_key(12_345) == "log/000012/000012345"
     assert manifest_key(State(3, 120)) == "states/g000003/s000000000120/manifest.json"
     assert image_key(State(3, 120), 5) == "states/g000003/s000000000120/r00005.safetensors"
+    assert done_key(State(3, 120), 5) == "states/g000003/s000000000120/r00005.json"
+    assert description_key(State(3, 120)) == "states/g000003/s000000000120/description.json"
+    assert host_key("h0") == "hosts/h0.json"
 
 
 @pytest.mark.parametrize(
@@ -99,6 +118,11 @@ def test_keys_are_those_of_the_specification() -> None:
         "states/g000003/s000000000120/",
         "states/g000003/s000000000120/r00005.safetensors.tmp",
         "states/g000003/s000000000120/r5.safetensors",
+        "states/g000003/s000000000120/r5.json",
+        "states/g000003/s000000000120/descriptions.json",
+        "hosts/.json",
+        "hosts/a/b.json",
+        "hosts/h0",
         "states/g3/s120/manifest.json",
         "states/g000003/s000000000120/../../../manifest.json",
         "a/states/g000003/s000000000120/manifest.json",
@@ -116,6 +140,13 @@ def test_numbers_too_wide_for_a_key_are_refused() -> None:
         lambda: manifest_key(State(0, 10**12)),
         lambda: image_key(State(0, 0), 100_000),
         lambda: image_key(State(0, 0), -1),
+        lambda: done_key(State(0, 0), 100_000),
     ):
         with pytest.raises(ValueError, match="does not fit"):
             make()
+
+
+@pytest.mark.parametrize("host", ["", ".h0", "a/b", "a b", "../x", "h" * 101, "h0\n"])
+def test_host_ids_that_no_key_can_have_are_refused(host: str) -> None:
+    with pytest.raises(ValueError, match="host id"):
+        host_key(host)

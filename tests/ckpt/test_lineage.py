@@ -348,3 +348,52 @@ def test_entries_of_a_lower_term_change_nothing(bodies: list[Body], late: list[B
     before = fold(log)
     same = dataclasses.replace(with_stale, next_seq=before.next_seq, ignored=before.ignored)
     assert same == before
+
+
+def test_what_a_run_may_go_on_from_need_not_be_committed() -> None:
+    lineage = meaning(
+        term(1),
+        generation(1),
+        commit(1, 10),
+        commit(1, 20),
+        generation(2, state(1, 15)),
+        commit(2, 20),
+        rewind(state(2, 22)),
+    )
+    for admitted in (state(1, 0), state(1, 10), state(1, 15), state(2, 16), state(2, 22)):
+        assert lineage.admits(admitted) == ""
+    assert lineage.admits(state(1, 20)) == "generation 2 began at step 15 of generation 1 (entry 4)"
+    assert "of generation 1 it has what is above step -1 and up to step 15" in lineage.admits(
+        state(1, 16)
+    )
+    assert "above step 15 and up to step 22" in lineage.admits(state(2, 23))
+    assert "above step 15" in lineage.admits(state(2, 15))
+    assert lineage.admits(state(3, 30)) == "generation 3 has not begun"
+
+
+def test_nothing_goes_on_from_a_generation_that_was_left() -> None:
+    lineage = meaning(term(1), generation(1), generation(2), commit(2, 10))
+    assert lineage.admits(state(1, 5)).endswith("of generation 1 it has nothing any more")
+    assert lineage.admits(state(2, 5)) == ""
+
+
+def test_nothing_goes_on_from_what_is_bad_or_descends_from_it() -> None:
+    lineage = meaning(
+        term(1), generation(1), bad(1, 12), bad(1, 14), generation(2, state(1, 11)), commit(2, 20)
+    )
+    assert lineage.admits(state(1, 11)) == ""
+    assert lineage.admits(state(2, 30)) == ""
+    later = meaning(term(1), generation(1), generation(2, state(1, 13)), bad(1, 12), bad(1, 13))
+    assert later.admits(state(1, 11)) == ""
+    assert later.admits(state(1, 12)) == "loss exploded (entry 3)"
+    assert later.admits(state(1, 13)).startswith("it descends from step 12 of generation 1")
+    assert later.admits(state(2, 30)).startswith("it descends from step 12 of generation 1")
+
+
+def test_nothing_goes_on_from_what_was_retired() -> None:
+    lineage = meaning(
+        term(1), generation(1), commit(1, 10), commit(1, 20), retire(state(1, 10), state(1, 15))
+    )
+    assert lineage.admits(state(1, 10)) == "retention (entry 4)"
+    assert lineage.admits(state(1, 15)) == "retention (entry 4)"
+    assert lineage.admits(state(1, 20)) == ""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.kit.faulty_store import WRITES, Action, Crashed, Fault, FaultyStore
-from tests.kit.logs import commit, generation, open_log, record, retire, state
+from tests.kit.logs import bad, commit, generation, good, open_log, record, retire, state
 
 from keepstep.ckpt.entry import Body, Term, decode_record, encode_record
 from keepstep.ckpt.errors import (
@@ -438,7 +438,7 @@ def collects(store: Store, *states: State) -> None:
 def test_a_generation_does_not_begin_at_what_was_retired_meanwhile() -> None:
     store, log = busy_run()
     store.intruder = lambda: collects(store, state(1, 10))
-    with pytest.raises(NotRestorable, match=r"step 10 of generation 1 .* is not any more"):
+    with pytest.raises(NotRestorable, match=r"from step 10 of generation 1 .* retention"):
         log.append_from(state(1, 10), generation(2, state(1, 10)))
     assert [one.number for one in open_log(store).read().generations] == [1]
 
@@ -451,3 +451,82 @@ def test_a_generation_begins_after_what_does_not_concern_its_base() -> None:
     assert [one.number for one in open_log(store).read().generations] == [1, 2]
     log.append_from(None, generation(3))
     assert open_log(store).read().live == ()
+
+
+def test_a_generation_begins_at_a_state_that_was_never_committed() -> None:
+    """It lived in memory alone. After it, so does the next one: bases chain."""
+    _, log = busy_run()
+    log.append_from(state(1, 27), generation(2, state(1, 27)))
+    log.append_from(state(2, 31), generation(3, state(2, 31)))
+    log.append(commit(3, 32))
+    lineage = log.read()
+    assert lineage.ignored == ()
+    assert [each.state for each in lineage.live] == [state(3, 32), state(1, 20), state(1, 10)]
+
+
+@pytest.mark.parametrize("base", [state(1, 20), state(1, 25), state(2, 10), state(4, 1)])
+def test_a_generation_does_not_begin_off_the_lineage(base: State) -> None:
+    store, log = busy_run()
+    log.append_from(state(1, 15), generation(2, state(1, 15)))
+    with pytest.raises(NotRestorable, match=f"from step {base.step} of generation"):
+        log.append_from(base, generation(3, base))
+    assert len(open_log(store).read().generations) == 2
+
+
+def test_a_base_in_memory_that_is_called_bad_meanwhile_is_refused() -> None:
+    store, log = busy_run()
+
+    def judges() -> None:
+        judge = Log(store)
+        judge.append_if_last(bad(1, 25), judge.read().next_seq)
+
+    store.intruder = judges
+    with pytest.raises(NotRestorable, match="descends from step 25 of generation 1, which is bad"):
+        log.append_from(state(1, 27), generation(2, state(1, 27)))
+
+
+def test_two_processes_write_under_one_term() -> None:
+    store = MemoryStore()
+    rank_0, keeper = open_log(store), open_log(store)
+    term = rank_0.take_term("rank 0")
+    rank_0.append(generation(1))
+    keeper.continue_term(term)
+    keeper.append(commit(1, 10))
+    rank_0.append(good(1, 10))
+    keeper.append(commit(1, 20))
+    lineage = open_log(store).read()
+    assert lineage.ignored == ()
+    assert (lineage.term, lineage.term_by, lineage.next_seq) == (term, "rank 0", 5)
+    assert [each.state.step for each in lineage.live] == [20, 10]
+
+
+def test_who_continues_a_term_is_superseded_with_it() -> None:
+    store = MemoryStore()
+    rank_0, keeper = open_log(store), open_log(store)
+    term = rank_0.take_term("rank 0")
+    rank_0.append(generation(1))
+    keeper.continue_term(term)
+    open_log(store).take_term("somebody else")
+    with pytest.raises(Superseded, match="somebody else took term 2"):
+        keeper.append(commit(1, 10))
+    with pytest.raises(Superseded, match="somebody else took term 2"):
+        open_log(store).continue_term(term)
+    assert open_log(store).read().live == ()
+
+
+def test_a_term_that_nobody_took_cannot_be_continued() -> None:
+    store = MemoryStore()
+    begun(store)
+    with pytest.raises(LogError, match="nobody has taken term 7"):
+        open_log(store).continue_term(7)
+
+
+def test_a_term_is_not_continued_where_names_are_not_kept_free() -> None:
+    class Careless(MemoryStore):
+        @property
+        def capabilities(self) -> Capabilities:
+            return Capabilities(put_if_absent=False, durable=True)
+
+    store = Careless()
+    with pytest.raises(LogError, match="single_writer"):
+        open_log(store).continue_term(1)

@@ -365,15 +365,20 @@ class S3Store:
 
     def _uploads(self, call: Call, full_prefix: str) -> Iterator[tuple[ObjectInfo, str]]:
         """Uploads under way or left over, with the bytes that they hold, and their ids."""
+        for upload in self._listed_uploads(call, full_prefix):
+            key = upload["Key"].removeprefix(self._prefix)
+            if is_key(key):
+                size_bytes = self._uploaded_bytes(call, upload["Key"], upload["UploadId"])
+                if size_bytes is not None:
+                    began_s = upload["Initiated"].timestamp()
+                    yield ObjectInfo(key, size_bytes, began_s), upload["UploadId"]
+
+    def _listed_uploads(self, call: Call, full_prefix: str) -> Iterator[Answer]:
         marks = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
-        for page in self._pages(call, "list_multipart_uploads", marks, {"Prefix": full_prefix}):
-            for upload in page.get("Uploads", ()):
-                key = upload["Key"].removeprefix(self._prefix)
-                if is_key(key):
-                    size_bytes = self._uploaded_bytes(call, upload["Key"], upload["UploadId"])
-                    if size_bytes is not None:
-                        began_s = upload["Initiated"].timestamp()
-                        yield ObjectInfo(key, size_bytes, began_s), upload["UploadId"]
+        # rclone says NoSuchUpload where it holds none; a bucket that is not there is no NotFound.
+        with suppress(NotFound):
+            for page in self._pages(call, "list_multipart_uploads", marks, {"Prefix": full_prefix}):
+                yield from page.get("Uploads", ())
 
     def _uploaded_bytes(self, call: Call, full_key: str, upload_id: str) -> int | None:
         """The size of the parts of an upload; None if it has ended meanwhile."""

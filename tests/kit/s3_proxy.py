@@ -10,6 +10,7 @@ import asyncio
 import socket
 import struct
 import threading
+import time
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _BODY_BYTES_MAX = 64 << 20
+_PATIENCE_S = 120.0
 
 
 class Action(Enum):
@@ -30,6 +32,8 @@ class Action(Enum):
     """It is passed on and done, and the answer is an error: a gateway gave up too early."""
     SLOW = auto()
     """It waits `seconds`, then all goes well."""
+    HOLD = auto()
+    """It waits until `release`, then all goes well."""
     HANG = auto()
     """It is not passed on, and never answered."""
     RESET = auto()
@@ -40,6 +44,8 @@ class Action(Enum):
     """The connection is reset; after `seconds` it is passed on and done all the same."""
     TRUNCATE = auto()
     """It is done; half of the answer's body comes, then the connection ends."""
+    LIE_ABOUT_LENGTH = auto()
+    """It is done; half of the answer's body comes, and its header says that this is all."""
     TRICKLE = auto()
     """It is done; the answer's body comes byte by byte, `seconds` apart."""
     DAMAGE_REQUEST = auto()
@@ -134,16 +140,29 @@ class S3Proxy:
             self._faults = [_Counted(fault) for fault in faults]
             self.requests = []
             self.puts_at_once = 0
+        self._loop.call_soon_threadsafe(self._released.clear)
 
     def wait_for_late(self) -> None:
         """Until everything that lands late has landed."""
         for landing in self._late:
-            landing.result(30)
+            landing.result(_PATIENCE_S)
+
+    def wait_for_requests(self, count: int) -> None:
+        """Until so many have come since `set_faults`."""
+        end_s = time.monotonic() + _PATIENCE_S
+        while len(self.requests) < count:
+            assert time.monotonic() < end_s, f"{len(self.requests)} requests came, not {count}"
+            time.sleep(0.01)
+
+    def release(self) -> None:
+        """Let go on what is held, and all that would be."""
+        self._loop.call_soon_threadsafe(self._released.set)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(_PATIENCE_S)
 
     async def _listen(self) -> None:
+        self._released = asyncio.Event()
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 20)
         self._port = self._server.sockets[0].getsockname()[1]
 
@@ -199,6 +218,8 @@ class S3Proxy:
         with self._counted(method):
             if action is Action.SLOW:
                 await asyncio.sleep(fault.seconds)
+            if action is Action.HOLD:
+                await self._released.wait()
             answer = await self._forward(request)
         return await _misreport(fault, method, answer, writer)
 
@@ -232,6 +253,8 @@ async def _misreport(
     if fault.action is Action.TRUNCATE:
         await _send(writer, _Message(answer.head, answer.body[: len(answer.body) // 2]))
         return False
+    if fault.action is Action.LIE_ABOUT_LENGTH:
+        return await _send(writer, _shortened(answer))
     if fault.action is Action.TRICKLE:
         await _send(writer, _Message(answer.head, b""))
         for place in range(len(answer.body)):
@@ -262,6 +285,15 @@ def _failure(fault: Fault, method: str) -> _Message:
     body = text if fault.code and method != "HEAD" else b""
     head = f"HTTP/1.1 {fault.status} Injected\r\nContent-Length: {len(body)}\r\n\r\n"
     return _Message(head.encode(), body)
+
+
+def _shortened(answer: _Message) -> _Message:
+    body = answer.body[: len(answer.body) // 2]
+    lines = [
+        b"Content-Length: %d" % len(body) if line.lower().startswith(b"content-length:") else line
+        for line in answer.head.split(b"\r\n")
+    ]
+    return _Message(b"\r\n".join(lines), body)
 
 
 def _flipped(body: bytes) -> bytes:

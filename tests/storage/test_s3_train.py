@@ -14,7 +14,12 @@ from pathlib import Path
 import pytest
 from tests.kit.servers import BUCKET, SECRET_KEY, Place, Server
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.servers]
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.slow,
+    pytest.mark.servers,
+    pytest.mark.timeout(900),  # several processes that import torch, on a machine that is busy
+]
 
 SMALL = [
     "--layout=dp=2,tp=1,pp=1",
@@ -47,7 +52,7 @@ def keepstep(server: Server, *arguments: str) -> subprocess.CompletedProcess[str
         env=environment(server),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 
@@ -80,7 +85,7 @@ def test_a_run_in_a_bucket_is_killed_and_resumed(seaweedfs_place: Place, tmp_pat
     assert "nothing under this prefix" in missing.stderr
 
     first = start_training(server, tmp_path, url, 100_000)
-    deadline_s = time.monotonic() + 120
+    deadline_s = time.monotonic() + 240
     try:
         while not (before := committed_steps(server, url)):
             assert first.poll() is None, (tmp_path / "train-100000.txt").read_text()[-2_000:]
@@ -93,7 +98,7 @@ def test_a_run_in_a_bucket_is_killed_and_resumed(seaweedfs_place: Place, tmp_pat
     last = max(committed_steps(server, url))
     assert last >= max(before)
     second = start_training(server, tmp_path, url, last + 4)
-    assert second.wait(120) == 0, (tmp_path / f"train-{last + 4}.txt").read_text()[-2_000:]
+    assert second.wait(240) == 0, (tmp_path / f"train-{last + 4}.txt").read_text()[-2_000:]
     lines = (tmp_path / "run/events.jsonl").read_text().splitlines()
     (resumed,) = [event for event in map(json.loads, lines) if event["event"] == "resumed"]
     assert (resumed["step"], resumed["generation"]) == (last, 2)

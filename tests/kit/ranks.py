@@ -36,7 +36,9 @@ _PRELOAD = [
     "pytest",
 ]
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_GRACE_S = 3.0  # for the other ranks' own reports, once one has failed
+_START_S = 120.0  # until all ranks have met; `timeout_s` is counted from then on
+_GRACE_S = 10.0  # for the other ranks' own reports, once one has failed
+_DUMP_S = 10.0  # to write the stacks of all ranks
 _PR_SET_PDEATHSIG = 1
 
 # What a healthy rank says when another one died: never the cause, if any rank says something else.
@@ -91,6 +93,8 @@ def run_ranks(
 
     `fn` must be a module-level function. The default process group exists when it is called, and
     torch uses one thread a rank.
+
+    `timeout_s` begins when all ranks have met, however long a busy machine took to start them.
 
     Raises:
         RankFailed: with the traceback of the rank that failed first and not because of another; on
@@ -169,8 +173,9 @@ def _rank_main(
             init_method=f"file://{directory}/rendezvous",  # a FileStore: no port needed
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=timeout_s + _START_S),
         )
+        pipe.send(("met", None))
         result = fn(rank, world, *args)
         dist.barrier()  # nobody closes a socket that another still reads
         dist.destroy_process_group()
@@ -200,15 +205,22 @@ class _Reporting:
 
 
 def _collect(running: list[_Running], directory: str, timeout_s: float) -> list[Any]:
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + _START_S + timeout_s
     results: dict[int, Any] = {}
     failures: list[_Failure] = []
+    met: set[int] = set()
     waiting = {one.pipe: rank for rank, one in enumerate(running)}
     while waiting and (left_s := deadline_s - time.monotonic()) > 0:
         for pipe in connection.wait(list(waiting), timeout=left_s):
             assert isinstance(pipe, connection.Connection)
-            rank = waiting.pop(pipe)
+            rank = waiting[pipe]
             outcome = _receive(rank, running[rank])
+            if outcome is None:
+                met.add(rank)
+                if len(met) == len(running) and not failures:
+                    deadline_s = time.monotonic() + timeout_s
+                continue
+            del waiting[pipe]
             if isinstance(outcome, _Failure):
                 failures.append(outcome)
                 deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
@@ -232,17 +244,26 @@ def _collect(running: list[_Running], directory: str, timeout_s: float) -> list[
     return [results[rank] for rank in range(len(running))]
 
 
-def _receive(rank: int, one: _Running) -> tuple[Any] | _Failure:
+def _receive(rank: int, one: _Running) -> tuple[Any] | _Failure | None:
+    """A rank's result or failure; None if it only says that it has met the others."""
     try:
         word, content = one.pipe.recv()
     except EOFError:
         one.process.join(_GRACE_S)
         text = f"the process ended without a word, exit code {one.process.exitcode}"
         return _Failure(rank, "", text, time.monotonic())
+    if word == "met":
+        return None
     if word == "failed":
         kind, text, at_s = content
         return _Failure(rank, kind, text, at_s)
     return (content,)
+
+
+def _has_dumped(directory: str, rank: int) -> bool:
+    """Whether the stack is there down to where every rank begins."""
+    file = Path(directory) / f"stacks-{rank}"
+    return file.exists() and "in _main" in file.read_text()
 
 
 def _stacks(ranks: list[int], running: list[_Running], directory: str) -> str:
@@ -250,7 +271,9 @@ def _stacks(ranks: list[int], running: list[_Running], directory: str) -> str:
         pid = running[rank].process.pid
         if pid is not None and running[rank].process.is_alive():
             os.kill(pid, signal.SIGUSR1)
-    time.sleep(0.3)
+    end_s = time.monotonic() + _DUMP_S
+    while time.monotonic() < end_s and not all(_has_dumped(directory, rank) for rank in ranks):
+        time.sleep(0.05)
     texts = []
     for rank in ranks:
         file = Path(directory) / f"stacks-{rank}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+from keepstep.ckpt.pool_table import Writer
 
 
 def process_start_ticks(pid: int) -> int | None:
@@ -15,3 +18,14 @@ def process_start_ticks(pid: int) -> int | None:
     except OSError:
         return None
     return int(stat.rpartition(")")[2].split()[19])
+
+
+def this_process() -> Writer:
+    """This process."""
+    pid = os.getpid()
+    return Writer(pid, process_start_ticks(pid) or 0)
+
+
+def is_running(process: Writer) -> bool:
+    """Whether this very process is still there. A zombie is."""
+    return process_start_ticks(process.pid) == process.ticks

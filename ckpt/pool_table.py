@@ -380,6 +380,10 @@ class SlotRow:
             due,
         )
 
+    def is_still(self, facts: SlotFacts) -> bool:
+        """Whether nothing has happened to the slot since it was read: no status, no new image."""
+        return int(self._row[0]) >> _STATUS_BITS & (1 << _TURN_BITS) - 1 == facts.turn
+
     def claim(self, writer: Writer, rank: int, state: State, due: Due, is_own: bool = True) -> None:
         """FREE or SEALED -> FILLING: `writer` is about to write the image of `rank` in `state`.
 

@@ -12,6 +12,7 @@ Links inside the root are never followed. `delete` removes the directories that 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import re
 import stat
@@ -23,6 +24,7 @@ from keepstep.storage import directories
 from keepstep.storage.errors import NotFound
 from keepstep.storage.file_errors import FileErrors
 from keepstep.storage.keys import check_key, check_prefix, is_key
+from keepstep.storage.local import is_local
 from keepstep.storage.posix import Posix
 from keepstep.storage.store import Buffer, Capabilities, ObjectInfo
 from keepstep.storage.translate import Moment
@@ -30,6 +32,7 @@ from keepstep.storage.writer import SequentialWriter, as_bytes_view
 
 _TEMPORARY = re.compile(r"\.keepstep-tmp-(?P<name>[A-Za-z0-9._=-]+)~[0-9a-f]{16}")
 _ATTEMPTS_MAX = 100
+_MAP_NORESERVE = 0x4000
 _READ_BYTES_MAX = 1 << 30  # the system reads at most 2 GiB in one call
 
 
@@ -218,6 +221,24 @@ class FileStore:
                     raise self._errors.truncated("read_into", key, offset, length, offset + done)
                 done += read
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the root is on a file system of this machine: then `view` is cheap and safe."""
+        return is_local(self._root)
+
+    def view(self, key: str) -> memoryview:
+        """The object's bytes where they are, in the page cache: not copied, not even read yet.
+
+        Writable, but only for this process: the file never changes by it. Whoever must not be
+        killed by a damaged disk makes its pages present first (`ckpt.mapping.populate`).
+        Raises NotFound; Truncated for an empty object, which cannot be mapped.
+        """
+        with self._object("view", key) as (fd, size_bytes):
+            if size_bytes == 0:
+                raise self._errors.truncated("view", key, 0, 1, 0)
+            flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+            return memoryview(mmap.mmap(fd, size_bytes, flags=flags))
+
     def _read(self, operation: str, key: str, fd: int, offset: int, length: int) -> bytes:
         parts = []
         done = 0
@@ -239,6 +260,15 @@ class FileStore:
             status = self._posix.lstat(name, fds[-1])
             self._errors.check_regular("stat", key, status)
             return ObjectInfo(key, status.st_size, status.st_mtime)
+
+    @contextmanager
+    def opened(self, key: str) -> Iterator[tuple[int, int]]:
+        """The object's descriptor and size in bytes, for sendfile; closed on exit.
+
+        Raises as `get`.
+        """
+        with self._object("get", key) as found:
+            yield found
 
     @contextmanager
     def _object(self, operation: str, key: str) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from keepstep.storage.errors import Denied, StoreError
 from keepstep.storage.translate import translate
 
-TOKEN_VARIABLE = "KEEPSTEP_TOKEN"  # noqa: S105
+TOKEN_VARIABLE = "KEEPSTEP_TOKEN"
 
 _SCHEME = "Bearer "
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
@@ -157,4 +157,3 @@ def _file_error(error: OSError, path: str) -> StoreError:
 
 def _refused(message: str, path: str = "") -> Denied:
     return Denied(message, operation="token", key=path, where=path)
-

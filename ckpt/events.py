@@ -13,7 +13,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from keepstep.ckpt.jsonlines import JsonLines, read_lines
+from keepstep.ckpt.jsonlines import JsonLines, parse_lines, read_lines
 
 FILE_NAME = "events.jsonl"
 
@@ -46,6 +46,26 @@ class Events:
     def sync(self) -> None:
         """Make the lines durable."""
         self._lines.sync()
+
+
+class EventTail:
+    """What is appended to an event file from now on, whoever appends it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Begin at the end of the file, which may be missing still."""
+        self._path = run_dir / FILE_NAME
+        self._at = self._path.stat().st_size if self._path.exists() else 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The whole lines that have come since the last call. Raises LinesError for a wrong one."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return parse_lines(whole, self._path)
 
 
 def read_events(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:

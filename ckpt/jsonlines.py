@@ -123,10 +123,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     Raises:
         LinesError: a line that is no JSON object; names its number.
     """
-    if not path.exists():
-        return []
+    return parse_lines(path.read_bytes(), path) if path.exists() else []
+
+
+def parse_lines(data: bytes, path: Path) -> list[dict[str, Any]]:
+    """All whole lines in `data`, which is of the file `path`. Raises as `read_lines`."""
     lines: list[dict[str, Any]] = []
-    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    for number, text in enumerate(data.split(b"\n")[:-1], 1):
         try:
             value = json.loads(text)
         except ValueError as error:

@@ -41,12 +41,38 @@ class RunConfig:
     seed: int
     steps: int
     checkpoint_every: int
+    checkpoint_every_s: float
     keep: int
     keep_every: int
     evaluate_every: int
     evaluate_batches: int
     device: Literal["auto", "cpu", "cuda"]
     patience_s: float
+
+
+@dataclass(frozen=True)
+class HostsConfig:
+    """Hosts that the launcher plays, and the racks of hosts; see default.toml for each key."""
+
+    count: int
+    ranks_per_host: int
+    racks: str
+
+
+@dataclass(frozen=True)
+class TiersConfig:
+    """Where states are kept besides the store; see default.toml for each key."""
+
+    capture_every: int
+    slots: Literal[3, 2]
+    shm_dir: str
+    peers: int
+    disk_dir: str
+    disk_every: int
+    disk_every_s: float
+    disk_keep: int
+    disk_keep_every: int
+    compress: Literal["", "zstd"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +98,8 @@ class Config:
     """A whole run. Sections are those of the TOML file."""
 
     run: RunConfig
+    hosts: HostsConfig
+    tiers: TiersConfig
     model: ModelConfig
     parallel: ParallelConfig
     batch: BatchConfig
@@ -196,11 +224,20 @@ _LEAST: dict[str, float] = {
     "run.seed": 0,
     "run.steps": 0,
     "run.checkpoint_every": 0,
+    "run.checkpoint_every_s": 0,
     "run.keep": 0,
     "run.keep_every": 0,
     "run.evaluate_every": 0,
     "run.evaluate_batches": 1,
     "run.patience_s": 1,
+    "hosts.count": 1,
+    "hosts.ranks_per_host": 0,
+    "tiers.capture_every": 0,
+    "tiers.peers": 0,
+    "tiers.disk_every": 0,
+    "tiers.disk_every_s": 0,
+    "tiers.disk_keep": 0,
+    "tiers.disk_keep_every": 0,
     "model.vocab_size": 0,
     "model.norm_eps": 0,
     "optim.lr": 0,

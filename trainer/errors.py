@@ -6,6 +6,7 @@
     ├── RunDirError             the run directory cannot be used
     │   └── RunIsLive           another process trains in it: host and pid are named
     ├── ResumeRefused           the run in the store is not this one: every difference is named
+    ├── NotSaved                the last state is not in the store, and waiting did not help
     └── RankFailed              a rank died or raised; the message is the first cause
 
 The command line prints the message alone: each says what, where, expected, found, what to do.
@@ -66,6 +67,14 @@ class ResumeRefused(TrainerError):
     def __init__(self, message: str, *, differences: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.differences = differences
+
+
+class NotSaved(TrainerError):
+    """The run's last state could not be committed in time. `step` is its step."""
+
+    def __init__(self, message: str, *, step: int) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class RankFailed(TrainerError):

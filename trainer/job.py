@@ -32,6 +32,8 @@ class Arguments:
     steps: int | None = None
     layout: str | None = None
     checkpoint_every: int | None = None
+    hosts: int | None = None
+    ranks_per_host: int | None = None
     init_from: str | None = None
     weights_only: bool = False
     settings: Sequence[str] = ()
@@ -92,6 +94,10 @@ def make_config(arguments: Arguments) -> Config:
         config = replace(config, "run", steps=arguments.steps)
     if arguments.checkpoint_every is not None:
         config = replace(config, "run", checkpoint_every=arguments.checkpoint_every)
+    if arguments.hosts is not None:
+        config = replace(config, "hosts", count=arguments.hosts)
+    if arguments.ranks_per_host is not None:
+        config = replace(config, "hosts", ranks_per_host=arguments.ranks_per_host)
     if min(config.run.steps, config.run.checkpoint_every) < 0:
         raise ConfigError("--steps and --checkpoint-every: expected 0 or more")
     if arguments.layout is not None:

@@ -5,6 +5,9 @@ the parent has run no torch op and has one thread, so that is asserted. Ranks me
 FileStore in a private directory, die with the launcher (PR_SET_PDEATHSIG), and report on a pipe.
 When one fails, the others fail too, because its sockets close: the launcher tells cause from
 consequence, names the cause on one line, and kills what is left by pidfd.
+
+Beside the ranks it minds the hosts' keepers, and starts those anew that die. It never ends them:
+they outlive the ranks, and it.
 """
 
 from __future__ import annotations
@@ -22,13 +25,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import setproctitle
 
+from keepstep.ckpt.keeper_process import Backoff, KeeperFailed, KeeperProcess, Tell, tell_death
 from keepstep.ckpt.process import process_start_ticks
 from keepstep.trainer.errors import RankFailed, ResumeRefused, TrainerError
 from keepstep.trainer.signals import forward_stop, ignore_stop
@@ -82,7 +86,10 @@ class RankStart:
     report_fd: int
 
     def report(self, kind: str, **fields: object) -> None:
-        """Tell the launcher something; it is handed to `on_report`."""
+        """Tell the launcher something; it is handed to `on_report`.
+
+        Two kinds are for the launcher itself: "failed", and "leaving" (keepers may end now).
+        """
         line = json.dumps({"kind": kind, "rank": self.rank, **fields}).encode() + b"\n"
         os.write(self.report_fd, line)
 
@@ -115,6 +122,8 @@ def run_ranks(
     run: str,
     log_path: Callable[[int], Path],
     on_report: Callable[[Report], None],
+    keepers: Sequence[KeeperProcess] = (),
+    tell: Tell = lambda kind, reason, **details: None,
 ) -> None:
     """Fork the ranks, mind them until all have ended well, and leave nothing behind.
 
@@ -126,6 +135,8 @@ def run_ranks(
         run: the run's name, for process titles.
         log_path: where the standard output and error of a rank go.
         on_report: called with each report of a rank, in this process.
+        keepers: of the hosts, started; one that dies is started anew.
+        tell: makes events of this process.
 
     Raises:
         RankFailed: the first cause, on one line.
@@ -133,7 +144,9 @@ def run_ranks(
         StopNow: a second signal.
     """
     with _rendezvous_directory() as rendezvous:
-        minder = _Minder(on_report)
+        minder = _Minder(on_report, tell)
+        for keeper in keepers:
+            minder.add_keeper(keeper)
         try:
             forward_stop(minder.request_stop)
             for rank in range(world_size):
@@ -238,15 +251,26 @@ class _Rank:
     has_reported_failure: bool = False
 
 
-class _Minder:
-    """Waits for ranks to report and to end."""
+@dataclass(slots=True)
+class _Keeper:
+    process: KeeperProcess
+    backoff: Backoff
+    start_at_s: float | None = None
+    """When to start it anew; None: it lives, or nobody tries any more."""
 
-    def __init__(self, on_report: Callable[[Report], None]) -> None:
+
+class _Minder:
+    """Waits for ranks to report and to end; starts keepers that die anew meanwhile."""
+
+    def __init__(self, on_report: Callable[[Report], None], tell: Tell) -> None:
         self._on_report = on_report
+        self._tell = tell
+        self._keepers: list[_Keeper] = []
         self._ranks: dict[int, _Rank] = {}
         self._selector = selectors.DefaultSelector()
         self._failures: list[_Failure] = []
         self._deadline_s: float | None = None
+        self._is_leaving = False
 
     def add(self, rank: int, pid: int, pipe: int) -> None:
         """Mind this rank too."""
@@ -254,6 +278,16 @@ class _Minder:
         self._ranks[rank] = one
         self._selector.register(one.pidfd, selectors.EVENT_READ, (rank, self._ended))
         self._selector.register(pipe, selectors.EVENT_READ, (rank, self._readable))
+
+    def add_keeper(self, process: KeeperProcess) -> None:
+        """Mind this keeper too."""
+        one = _Keeper(process, Backoff())
+        self._keepers.append(one)
+        self._watch(one)
+
+    def _watch(self, one: _Keeper) -> None:
+        pidfd = one.process.pidfd
+        self._selector.register(pidfd, selectors.EVENT_READ, (-1, lambda _: self._died(one, pidfd)))
 
     def request_stop(self, name: str) -> None:
         """Pass a stop request on to rank 0, from whom all learn of it in the step's reduction."""
@@ -265,20 +299,43 @@ class _Minder:
     def wait(self) -> None:
         """Until all ranks have ended. Raises RankFailed, or ResumeRefused, with the first cause."""
         while self._ranks:
-            timeout_s = None
-            if self._deadline_s is not None:
-                timeout_s = self._deadline_s - time.monotonic()
-                if timeout_s <= 0:
-                    break
-            for key, _ in self._selector.select(timeout_s):
+            self._start_keepers()
+            now_s = time.monotonic()
+            if self._deadline_s is not None and now_s >= self._deadline_s:
+                break
+            due_s = [one.start_at_s for one in self._keepers] + [self._deadline_s]
+            waits_s = [max(0.0, at_s - now_s) for at_s in due_s if at_s is not None]
+            for key, _ in self._selector.select(min(waits_s, default=None)):
                 rank, handle = key.data
-                if rank in self._ranks:
+                if rank in self._ranks or rank < 0:
                     handle(rank)
         if self._failures:
             first = min(self._failures, key=lambda one: (one.is_consequence, one.at_s))
             if first.is_refusal:
                 raise ResumeRefused(first.message)
             raise RankFailed(f"rank {first.rank}: {first.message}", rank=first.rank)
+
+    def _died(self, one: _Keeper, pidfd: int) -> None:
+        """A keeper has ended. While ranks need it: start it anew after a pause."""
+        self._selector.unregister(pidfd)
+        how, lived_s = one.process.reap()
+        if self._is_leaving:
+            return
+        pause_s = one.backoff.pause_s(lived_s)
+        one.start_at_s = time.monotonic() + pause_s
+        tell_death(self._tell, one.process, how, pause_s)
+
+    def _start_keepers(self) -> None:
+        for one in self._keepers:
+            if one.start_at_s is None or one.start_at_s > time.monotonic():
+                continue
+            one.start_at_s = None
+            try:
+                one.process.spawn()
+            except KeeperFailed as error:
+                self._tell("keeper_failed", f"{error}; ranks go on without it")
+            else:
+                self._watch(one)
 
     def _readable(self, rank: int) -> None:
         """Take what the rank has written. At the end of its pipe, wait for its death alone."""
@@ -290,7 +347,9 @@ class _Minder:
         *lines, one.pending = (one.pending + data).split(b"\n")
         for line in lines:
             report = json.loads(line)
-            if report["kind"] == "failed":
+            if report["kind"] == "leaving":
+                self._is_leaving = True
+            elif report["kind"] == "failed":
                 one.has_reported_failure = True
                 self._fail(rank, report["message"], report["is_refusal"])
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,17 +14,22 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from keepstep.ckpt.agree import all_gather_bytes, gather_structure
+from keepstep.ckpt.begin import Begun
 from keepstep.ckpt.events import Events
+from keepstep.ckpt.keeper_client import KeeperClient
+from keepstep.ckpt.keeper_config import KeeperConfig
+from keepstep.ckpt.keeper_errors import KeeperError
+from keepstep.ckpt.keeper_process import KeeperMinder, KeeperProcess, host_dir_of
 from keepstep.ckpt.layout import layout_values
 from keepstep.ckpt.log import Log
-from keepstep.ckpt.retention import Policy
-from keepstep.ckpt.save import Saver
+from keepstep.ckpt.process import process_start_ticks
+from keepstep.ckpt.snapshots import Snapshots
 from keepstep.storage.locate import open_store
 from keepstep.trainer import device as devices
+from keepstep.trainer.beginning import begin_run, beginning_details, beginning_words, changes
 from keepstep.trainer.budget import least_bytes
-from keepstep.trainer.checkpointing import Checkpointing
+from keepstep.trainer.capturing import Capturing, Lag
 from keepstep.trainer.dataset import Samples
-from keepstep.trainer.errors import TrainerError
 from keepstep.trainer.flops import peak_flops, utilisation
 from keepstep.trainer.job import Job
 from keepstep.trainer.mesh import Grid, make_grid
@@ -32,9 +38,10 @@ from keepstep.trainer.optim import learning_rate
 from keepstep.trainer.order import share, take
 from keepstep.trainer.reduction import Entry
 from keepstep.trainer.registration import Position, register
-from keepstep.trainer.restoring import Beginner, Beginning
 from keepstep.trainer.signals import StopRequest
 from keepstep.trainer.train_step import Batch, StepNumbers, Trainable, build
+
+_LEAVE_S = 30.0
 
 Report = Callable[..., None]
 """`report(kind, **fields)`: rank 0's words to whoever shows them."""
@@ -49,7 +56,9 @@ class Seat:
         world_size: all ranks.
         local_rank: among those of this host: which GPU.
         store: torch's rendezvous store; None: from the environment (torchrun).
-        report: rank 0's words to whoever shows them.
+        report: rank 0's words to whoever shows them; and, of every rank, that it is leaving.
+        keeper: of this host, as it was told.
+        process: that keeper, if this rank has to wait for it and to mind it.
         exit_on_second: whether a second signal ends this process itself.
     """
 
@@ -58,6 +67,8 @@ class Seat:
     local_rank: int
     store: Store | None
     report: Report
+    keeper: KeeperConfig
+    process: KeeperProcess | None
     exit_on_second: bool
 
 
@@ -131,101 +142,91 @@ class _Run:
         dist.barrier(control)
         self._store = store or open_store(job.store_url)
         self._log = Log(self._store, job=job.config.run.name) if self._is_first else None
-        self._saver = Saver(registry, structure, self._store, job.config.run.name)
-        self._beginner = Beginner(
-            job=job,
-            trainable=trainable,
-            registry=registry,
-            structure=structure,
-            store=self._store,
-            log=self._log,
-            control=control,
-            arena=self._saver.arena,
-        )
-        self._structure = structure
-        self._checkpointing: Checkpointing | None = None
+        self._registry, self._structure = registry, structure
+        self._snapshots = Snapshots(registry, structure, job.config.run.name)
+        self._capturing: Capturing | None = None
+        self._minder: KeeperMinder | None = None
+        self._is_finished = False
         self._least = {axis: round(size) for axis, size in least_bytes(trainable.config).items()}
         self._peak = peak_flops(device.name(), job.config.numerics.dtype)
 
     # Beginning.
 
     def begin(self) -> None:
-        """Restore what there is, and say so."""
-        begun = self._beginner.begin()
-        self._generation = begun.generation
-        config = self._job.config.run
-        self._checkpointing = Checkpointing(
-            self._saver,
+        """Restore what there is, say so, and be ready to capture."""
+        if self._seat.process is not None:
+            self._seat.process.wait_ready()
+            self._minder = KeeperMinder(self._seat.process, self._events.append)
+        dist.barrier(self._control)
+        begun = begin_run(
+            self._job,
+            self._trainable,
+            self._registry,
             self._structure,
             self._store,
-            job_name=config.name,
-            generation=begun.generation,
-            log=self._log,
-            policy=Policy(keep_last=config.keep, keep_every=config.keep_every),
-            control=self._control,
-            tell=self._tell,
-            last=begun.base,
+            self._log,
+            self._control,
+            self._snapshots,
+            self._seat.keeper,
+            self._events.append,
         )
-        checkpoint_bytes = sum(self._gather(self._saver.size_bytes))
-        self._tell_beginning(begun, checkpoint_bytes)
-        # What a killed run left may be all the space that the next save needs.
-        self._checkpointing.collect(leftovers_only=True)
+        self._generation = begun.generation
+        entered = begun.entered
+        assert entered is not None  # there was a keeper
+        slot_count = min((n for n in self._gather(len(entered.slots)) if n), default=2)
+        base_step = 0 if begun.base is None else begun.base.step
+        self._snapshots.open(entered, begun.generation, slot_count)
+        is_committed = begun.base is not None and begun.is_committed
+        self._capturing = Capturing(
+            self._snapshots,
+            self._seat.keeper.tiers,
+            generation=begun.generation,
+            committed=base_step if is_committed else -1,
+            control=self._control,
+            tell=self._events.append,
+            tell_first=self._tell,
+            is_first=self._is_first,
+        )
+        self._tell_beginning(begun, sum(self._gather(self._snapshots.size_bytes)))
 
-    def _tell_beginning(self, begun: Beginning, checkpoint_bytes: int) -> None:
-        layout = dict(layout_values(self._job.layout))
+    def _tell_beginning(self, begun: Begun, checkpoint_bytes: int) -> None:
         if self._metrics is not None and self._metrics.repaired_bytes:
             torn_bytes = self._metrics.repaired_bytes
             self._tell("repaired", f"cut a torn last line of {torn_bytes} bytes off metrics.jsonl")
         for problem in begun.passed_over:
             self._tell("checkpoint_passed_over", problem)
-        if begun.changed:
-            self._tell("config_changed", "; ".join(begun.changed), changed=list(begun.changed))
-        if begun.base is not None:
-            kind = "resumed"
-            reason = f"from step {begun.base.step} of generation {begun.base.generation}"
-            if begun.layout != str(self._job.layout):
-                reason += f", saved as {begun.layout}, resharded to {self._job.layout}"
-        elif begun.parent is not None:
-            kind, what = "started", "weights" if begun.parent.weights_only else "state"
-            reason = f"from the {what} of {begun.parent.store}@{begun.parent.state.step}"
-        else:
-            kind, reason = "started", "from nothing"
+        changed = changes(self._job, begun.manifest)
+        if changed:
+            self._tell("config_changed", "; ".join(changed), changed=changed)
+        kind, reason = beginning_words(begun, self._job)
         self._tell(
             kind,
             reason,
-            generation=begun.generation,
             step=self._position.step,
-            base=None if begun.base is None else [begun.base.generation, begun.base.step],
-            layout=layout,
+            layout=dict(layout_values(self._job.layout)),
             world_size=self._seat.world_size,
             device=self._device.name(),
             checkpoint_bytes=checkpoint_bytes,
-            restore_s=begun.restore_s,
-            read_bytes=begun.read_bytes,
+            **beginning_details(begun),
         )
 
     # Stepping.
 
     def train(self) -> None:
-        """Step until `run.steps`, or until somebody asked to stop; the last step is committed."""
-        checkpointing = self._checkpointing
-        assert checkpointing is not None
+        """Step until `run.steps`, or until somebody asked to stop; the last step is committed.
+
+        Raises:
+            NotSaved: it could not be.
+        """
+        capturing = self._capturing
+        assert capturing is not None
         first, steps = self._position.step, self._job.config.run.steps
         should_stop = False
         while self._position.step < steps and not should_stop:
-            should_stop = self._step(checkpointing)
-        if checkpointing.is_pending:
-            self._finish_save(checkpointing)
-        last = checkpointing.last
+            should_stop = self._step(capturing)
         step = self._position.step
-        if step > 0 and (last is None or last.step != step):
-            checkpointing.save(step)
-            if not self._finish_save(checkpointing):
-                raise TrainerError(
-                    f"stopped at step {step}, which could not be saved: "
-                    f"{checkpointing.last_problem}; the last good commit is "
-                    f"{'none' if last is None else f'step {last.step}'}"
-                )
+        if step > first:
+            capturing.save_last(step, self._job.config.run.patience_s)
         if step > first and step >= steps:
             reason = f"reached run.steps = {steps}"
         elif step >= steps:
@@ -233,8 +234,9 @@ class _Run:
         else:
             reason = self._stop.reason or "another rank was asked to stop"
         self._tell("stopped", reason, step=step, generation=self._generation)
+        self._is_finished = True
 
-    def _step(self, checkpointing: Checkpointing) -> bool:
+    def _step(self, capturing: Capturing) -> bool:
         """One step, and what is due after it. Returns whether to stop now."""
         started_s = time.perf_counter()
         config, position = self._job.config, self._position
@@ -242,32 +244,21 @@ class _Run:
         indices, end = take(first, config.batch.global_batch, position.skipped_ranges())
         mine = share(indices, config.parallel.dp, self._grid.place.dp)
         lr = learning_rate(step, config.optim)
-        asked: dict[str, Entry] = {
-            "stop": ("max", float(self._stop.is_requested)),
-            "written": ("min", float(checkpointing.is_written)),
-        }
+        stop: Entry = ("max", float(self._stop.is_requested))
+        asked = {"stop": stop, **capturing.entries(step)}
         numbers = self._trainable.step(_batch(self._job.corpus.batch(mine)), lr, asked)
         position.step, position.cursor = step, end
         if not numbers.applied:
             position.skipped.append([first, end])
             self._tell("skipped", "the gradient is not finite", step=step, samples=[first, end])
         step_ms = (time.perf_counter() - started_s) * 1e3
-        if checkpointing.is_pending and numbers.extra["written"] == 1.0:
-            self._finish_save(checkpointing)
-        every = config.run.checkpoint_every
-        capture_ms = checkpointing.save(step) if every and step % every == 0 else 0.0
-        self._note(numbers, step, lr, (first, end), step_ms, capture_ms)
+        should_stop = numbers.extra["stop"] == 1.0
+        is_last = should_stop or step >= config.run.steps  # that one is captured by `save_last`
+        lag = capturing.lag(step) if is_last else capturing.capture(step, numbers.extra)
+        self._note(numbers, step, lr, (first, end), step_ms, lag)
         if config.run.evaluate_every and step % config.run.evaluate_every == 0:
             self._evaluate(step)
-        return numbers.extra["stop"] == 1.0
-
-    def _finish_save(self, checkpointing: Checkpointing) -> bool:
-        made = checkpointing.finish()
-        if made:
-            if self._metrics is not None:
-                self._metrics.sync()
-            checkpointing.collect()
-        return made
+        return should_stop
 
     def _note(
         self,
@@ -276,7 +267,7 @@ class _Run:
         lr: float,
         samples: tuple[int, int],
         step_ms: float,
-        capture_ms: float,
+        lag: Lag,
     ) -> None:
         """Write the step's line, and show it."""
         if self._metrics is None:
@@ -297,7 +288,10 @@ class _Run:
                 comm_bytes=numbers.comm_bytes,
                 comm_bytes_least=self._least,
                 step_ms=step_ms,
-                capture_ms=capture_ms,
+                capture_ms=lag.blocked_ms,
+                captured=lag.captured,
+                lag_steps=lag.steps,
+                lag_s=lag.seconds,
                 tokens_per_s=tokens_per_s,
                 flops_utilisation=utilisation(model, tokens_per_s, ranks, self._peak),
             )
@@ -336,11 +330,27 @@ class _Run:
         return [int(data) for data in all_gather_bytes(self._control, str(number).encode())]
 
     def close(self) -> None:
-        """Free the saver's thread and memory, and make the last lines durable."""
-        self._saver.close()
+        """Leave the keeper, and make the last lines durable."""
+        self._snapshots.close()
+        if self._is_finished:
+            self._leave()
         if self._metrics is not None:
             self._metrics.sync()
         self._events.sync()
+
+    def _leave(self) -> None:
+        """Tell the keeper that the run has ended well, so that nothing need outlive it."""
+        self._seat.report("leaving")
+        keeper, pid = self._seat.keeper, os.getpid()
+        try:
+            with KeeperClient(host_dir_of(keeper), _LEAVE_S) as client:
+                ticks = process_start_ticks(pid) or 0
+                client.attach(keeper.job, self._seat.rank, pid, ticks)
+                client.leave(is_finished=True)
+        except KeeperError as error:
+            self._events.append("keeper_failed", f"{error}; its memory stays for its patience")
+        if self._minder is not None:
+            self._minder.close(_LEAVE_S)
 
 
 def _batch(samples: Samples) -> Batch:

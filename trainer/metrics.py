@@ -32,8 +32,11 @@ class StepMetrics:
         layout: sizes of dp, tp, pp and dp_replicate.
         comm_bytes: bytes that all ranks together sent, by axis: dp, tp, pp.
         comm_bytes_least: the least that this layout needs, by the same formulae.
-        step_ms: wall time.
-        capture_ms: of which for copying the state, on a step that saves; else 0.
+        step_ms: wall time, without the capture.
+        capture_ms: what training lost to this step's capture, and to the rest of the one before.
+        captured: whether the state after the step was captured into memory.
+        lag_steps: since the newest commit that was known then; all of them if there was none.
+        lag_s: since that commit's state was captured, or since the run began.
         tokens_per_s: tokens by step time.
         flops_utilisation: of the device's peak; null where that is not known.
     """
@@ -51,6 +54,9 @@ class StepMetrics:
     comm_bytes_least: dict[str, int]
     step_ms: float
     capture_ms: float
+    captured: bool
+    lag_steps: int
+    lag_s: float
     tokens_per_s: float
     flops_utilisation: float | None
 

@@ -44,6 +44,13 @@ class Display:
         with self._losable():
             self._show(report)
 
+    def show_keepers(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Show what keepers have written to the event file."""
+        for event in events:
+            if event["role"] == "keeper":
+                details = {"host": event["host"], **event}
+                self.show({"kind": "event", **event, "details": details})
+
     def say(self, lines: Iterable[str]) -> None:
         """Print lines as they are."""
         with self._losable():

@@ -21,8 +21,8 @@ FIXED = (
 )
 """Keys, or sections, that a resumed run must share with the one before."""
 
-UNREMARKABLE = ("run.steps", "parallel.", "data.path")
-"""Keys whose change is told otherwise (the layout), or is none (when to stop; where data lies)."""
+UNREMARKABLE = ("run.steps", "parallel.", "hosts.", "tiers.shm_dir", "data.path")
+"""Keys whose change is told otherwise (layout, hosts), or is none (when to stop; places)."""
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

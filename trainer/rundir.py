@@ -6,6 +6,8 @@
     DIR/logs/           standard output and error of each rank
     DIR/data/           the default corpus, built once
     DIR/store/          checkpoints, unless --store names another place
+    DIR/token           the job's secret between its hosts, mode 0600
+    DIR/hosts/HOST/     of each host's keeper: configuration, output, and the disk tier
 
 The kernel drops the lock with its last holder, however that one died, so a stale lock cannot be.
 """
@@ -57,6 +59,15 @@ class RunDir:
     def corpus_path(self) -> Path:
         """NAME of the default corpus's token file."""
         return self.path / "data" / "python-standard-library"
+
+    @property
+    def token_path(self) -> Path:
+        """Where the job's token is, unless KEEPSTEP_TOKEN has it."""
+        return self.path / "token"
+
+    def host_path(self, host: str) -> Path:
+        """Where what belongs to one host's keeper is."""
+        return self.path / "hosts" / host
 
     def log_path(self, rank: int) -> Path:
         """Where a rank's standard output and error go."""

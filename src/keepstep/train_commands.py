@@ -59,6 +59,13 @@ def train(
     checkpoint_every: Annotated[
         int | None, typer.Option("--checkpoint-every", min=0, metavar="N", help="0: at the end.")
     ] = None,
+    hosts: Annotated[
+        int | None,
+        typer.Option("--hosts", min=1, metavar="H", help="Hosts to play on this machine."),
+    ] = None,
+    ranks_per_host: Annotated[
+        int | None, typer.Option("--ranks-per-host", min=1, metavar="R", help="H x R = all ranks.")
+    ] = None,
     init_from: Annotated[
         str | None,
         typer.Option("--init-from", metavar="STORE@STEP", help="Begin from another run's state."),
@@ -71,7 +78,7 @@ def train(
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one key; may repeat."),
     ] = None,
 ) -> None:
-    """Train, checkpoint, and resume: the same command again goes on from the last commit."""
+    """Train, checkpoint, and resume: the same command again goes on from the newest state."""
     from keepstep.trainer.launch import use_one_thread
 
     use_one_thread()
@@ -85,6 +92,8 @@ def train(
         steps=steps,
         layout=layout,
         checkpoint_every=checkpoint_every,
+        hosts=hosts,
+        ranks_per_host=ranks_per_host,
         init_from=init_from,
         weights_only=weights_only,
         settings=settings or (),

@@ -191,6 +191,9 @@ def step(number: int, generation: int, loss: float) -> StepMetrics:
         comm_bytes_least={"dp": 0, "tp": 0, "pp": 0},
         step_ms=1.0,
         capture_ms=0.0,
+        captured=True,
+        lag_steps=1,
+        lag_s=0.5,
         tokens_per_s=4000.0,
         flops_utilisation=None,
     )

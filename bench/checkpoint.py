@@ -124,8 +124,7 @@ class Run:
     def load(self) -> None:
         """Stage, agree, apply."""
         assert self.manifest is not None
-        arena = self.saver.arena
-        with stage(self.registry, self.structure, self.manifest, self.store, arena=arena) as staged:
+        with stage(self.registry, self.structure, self.manifest, self.store) as staged:
             if dist.is_initialized():
                 agree(None, "the load", None)
             staged.apply()

@@ -1,7 +1,8 @@
-"""From verified bytes in staging to the live tensors: here alone a load changes anything."""
+"""From verified bytes to the live tensors: here alone a load changes anything."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,14 +21,14 @@ class Application:
 
     Attributes:
         registry: where to.
-        pieces: what of the staging goes where; together all of each tensor that is among them.
-        staging: the verified bytes.
+        pieces: what of which image goes where; together all of each tensor that is among them.
+        data: by rank, the verified data of each image, from its first byte on.
         values: JSON values by name.
     """
 
     registry: Registry
     pieces: Sequence[Piece]
-    staging: memoryview
+    data: Mapping[int, memoryview]
     values: Mapping[str, object]
 
     def run(self) -> None:
@@ -53,12 +54,13 @@ class Application:
 
     def _copy(self, targets: Mapping[str, torch.Tensor]) -> None:
         small_targets, small_sources = [], []
+        images: dict[tuple[int, str], torch.Tensor] = {}
         for piece in self.pieces:
             target = targets[piece.name]
             box = self.registry.tensors[piece.name].box
             if piece.box != box:
                 target = target[slices(relative_to(piece.box, box))]
-            source = self._staged(piece)
+            source = self._staged(piece, images)
             if source.nbytes <= SMALL_BYTES:
                 small_targets.append(target)
                 small_sources.append(source)
@@ -66,13 +68,20 @@ class Application:
                 target.copy_(source)
         copy_small(small_targets, small_sources)
 
-    def _staged(self, piece: Piece) -> torch.Tensor:
-        """The piece as a strided view of the staging."""
-        dtype = torch_dtype(piece.dtype)
-        last = sum(
-            (size - 1) * stride for size, stride in zip(piece.box.sizes, piece.strides, strict=True)
-        )
-        flat = torch.frombuffer(
-            self.staging, dtype=dtype, count=last + 1, offset=piece.stage_offset
-        )
-        return flat.as_strided(piece.box.sizes, piece.strides)
+    def _staged(self, piece: Piece, images: dict[tuple[int, str], torch.Tensor]) -> torch.Tensor:
+        """The piece as a strided view of its image. `images`: each, as elements of a type."""
+        kind = torch_dtype(piece.dtype)
+        image = images.get((piece.image, piece.dtype))
+        if image is None:
+            flat = _bytes_of(self.data[piece.image])
+            whole = len(flat) // kind.itemsize * kind.itemsize
+            image = images[piece.image, piece.dtype] = flat[:whole].view(kind)
+        start = piece.offset // kind.itemsize
+        return image.as_strided(piece.box.sizes, piece.strides, start)
+
+
+def _bytes_of(data: memoryview) -> torch.Tensor:
+    """A tensor over memory that nobody here writes to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        return torch.frombuffer(data, dtype=torch.uint8)

@@ -11,7 +11,7 @@ image, and later chunk by chunk: any mix of tiers and hosts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from keepstep.ckpt.errors import FormatError, NotRestorable
 from keepstep.ckpt.inventory import Inventory
@@ -23,12 +23,15 @@ from keepstep.ckpt.tiers import Tier
 _NAMED_MAX = 8
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a copy of an image is: `host` is "" for the store, which is nobody's."""
 
-    tier: Tier = field(compare=False)
+    tier: Tier
     host: str
+
+    def __str__(self) -> str:
+        return "the store" if self.tier is Tier.STORE else f"{self.tier.value} of {self.host}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +155,7 @@ def settle(candidate: Candidate, known: Description | Manifest) -> Settled:
         copies = candidate.sightings.get(record.rank, ())
         same = {copy.place for copy in copies if copy.record == record}
         odd += [
-            f"the image of rank {record.rank} of {name} in {_where(copy.place)} has digest "
+            f"the image of rank {record.rank} of {name} in {copy.place} has digest "
             f"{copy.record.digest}, expected {record.digest}"
             for copy in copies
             if copy.record != record
@@ -190,7 +193,3 @@ def _check_whole(manifest: Manifest, name: str) -> None:
         raise NotRestorable(
             f"{name} is not all there: {error}; ranks without an image anywhere: {ranks}"
         ) from error
-
-
-def _where(place: Place) -> str:
-    return "the store" if place.tier is Tier.STORE else f"{place.tier.value} of host {place.host}"

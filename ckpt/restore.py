@@ -1,20 +1,21 @@
-"""What to read for a restore: pure arithmetic from needed boxes to ranges of files.
+"""What to read for a restore: pure arithmetic from needed boxes to chunks of images.
 
 Three steps: `compare` what is wanted with what a checkpoint has; `find_sources`, which image has
-which part of what is needed; and, when those images' headers are known, `plan_reads`: whole chunks
-(they are what checksums cover), each at most once, neighbours in one range.
+which part of what is needed; and `plan_reads`: whole chunks (they are what checksums cover), each
+once, neighbours in one range. Where a tensor lies in an image follows from the plan, so no file is
+read for any of it.
 
-Read data goes to a staging block. It keeps the order of the file, so that a part of a stored tensor
-is a strided view of the staging, whatever the part; bytes that nobody needs, far inside, are not
-read, only reserved.
+A needed part of a stored tensor is a strided view of the image's data, wherever that lies: in a
+pool, in a mapped file, or in staging memory with the image's own layout. Chunks that nobody needs
+are not read there.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypeAlias
 
 from keepstep.ckpt.checksum import CHUNK_BYTES
 from keepstep.ckpt.errors import NotRestorable, StructureMismatch
@@ -27,7 +28,6 @@ from keepstep.ckpt.structure import Structure
 RANK_PREFIX = "rank/"
 """Names under it belong to one rank of one mesh, and are never restored into another mesh."""
 
-PAGE_BYTES = 4096
 _RUNS_MAX = 65_536  # above it, reading everything in between is cheaper than looking
 
 
@@ -68,42 +68,37 @@ class Source:
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Chunks of one image: data bytes [start, start + size_bytes) to staging at `stage_offset`."""
-
-    rank: int
-    start: int
-    size_bytes: int
-    stage_offset: int
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""Chunks [first, last) of one image's data: ascending, apart from each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a needed tensor as it lies in staging: a strided view.
+    """A part of a needed tensor as it lies in an image: a strided view of its data.
 
     Attributes:
         name: the tensor as it is called here.
         dtype: as stored.
         box: which part, in global coordinates.
-        stage_offset: byte of its first element.
+        image: rank whose image has it.
+        offset: byte of its first element, counted from the start of the image's data.
         strides: in elements.
     """
 
     name: str
     dtype: str
     box: Box
-    stage_offset: int
+    image: int
+    offset: int
     strides: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """Reads by image, the pieces they bring, and the size of the staging block."""
+    """What of which image is needed (image by rank -> chunks), and the pieces that are in it."""
 
-    reads: tuple[Read, ...]
+    chunks: dict[int, Ranges]
     pieces: tuple[Piece, ...]
-    stage_bytes: int
 
 
 def compare(structure: Structure, manifest: Manifest, options: Options) -> dict[str, str]:
@@ -195,52 +190,26 @@ def plan_reads(
     headers: Mapping[int, ImageHeader],
     tensors: Mapping[str, TensorSpec],
 ) -> ReadPlan:
-    """The reads that bring all sources, given their images' headers and the manifest's tensors.
+    """The chunks that hold all sources, given their images' headers and the manifest's tensors.
+
+    The headers need not be sealed: only where a tensor lies counts.
 
     Raises:
         FormatError: if an image does not have what the plan says it has.
     """
-    reads: list[Read] = []
+    chunks: dict[int, Ranges] = {}
     pieces: list[Piece] = []
-    stage_offset = 0
     for rank in sorted(sources):
         header = headers[rank]
-        items = [header.item(one.stored, tensors[one.stored], one.owned) for one in sources[rank]]
-        spans = [_span(*pair) for pair in zip(sources[rank], items, strict=True)]
-        staged = _merged([_chunks(low, high) for low, high in spans])
-        offsets: list[int] = []
-        for first, last in staged:
-            offsets.append(stage_offset)
-            size_bytes = min(last * CHUNK_BYTES, header.data_bytes) - first * CHUNK_BYTES
-            stage_offset += -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-        needed = _merged(
-            [
-                chunks
-                for source, item, span in zip(sources[rank], items, spans, strict=True)
-                for chunks in _needed_chunks(source, item, span)
-            ]
-        )
-        place = _Places(staged, offsets)
-        for first, last in needed:
-            start = first * CHUNK_BYTES
-            end = min(last * CHUNK_BYTES, header.data_bytes)
-            reads.append(Read(rank, start, end - start, place.of(start)))
-        for source, item, (low, _) in zip(sources[rank], items, spans, strict=True):
+        needed: list[tuple[int, int]] = []
+        for source in sources[rank]:
+            item = header.item(source.stored, tensors[source.stored], source.owned)
+            low, high = _span(source, item)
+            needed += _needed_chunks(source, item, (low, high))
             steps = strides(source.owned.sizes)
-            pieces.append(Piece(source.name, item.dtype.name, source.box, place.of(low), steps))
-    return ReadPlan(tuple(reads), tuple(pieces), stage_offset)
-
-
-class _Places:
-    """Where a byte of the data lies in staging. Asked in any order."""
-
-    def __init__(self, staged: Sequence[tuple[int, int]], offsets: Sequence[int]) -> None:
-        self._firsts = [first * CHUNK_BYTES for first, _ in staged]
-        self._offsets = offsets
-
-    def of(self, data_offset: int) -> int:
-        index = bisect_right(self._firsts, data_offset) - 1
-        return self._offsets[index] + data_offset - self._firsts[index]
+            pieces.append(Piece(source.name, item.dtype.name, source.box, rank, low, steps))
+        chunks[rank] = merged(needed)
+    return ReadPlan(chunks, tuple(pieces))
 
 
 def _stored_name(name: str, aliases: Mapping[str, str], manifest: Manifest) -> str | None:
@@ -280,12 +249,12 @@ def _chunks(low: int, high: int) -> tuple[int, int]:
     return low // CHUNK_BYTES, -(-high // CHUNK_BYTES)
 
 
-def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """The union of ranges [first, last), sorted; neighbours that touch are joined."""
-    merged: list[tuple[int, int]] = []
+    union: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
-        if merged and first <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], last))
+        if union and first <= union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], last))
         else:
-            merged.append((first, last))
-    return merged
+            union.append((first, last))
+    return tuple(union)

@@ -230,7 +230,7 @@ def test_a_prefix_loads_these_tensors_and_reads_little_else() -> None:
     manifest, store = _saved(first)
     before = second.snapshot()
     with second.stage(manifest, store, prefixes=("model/",)) as staged:
-        assert staged.read_bytes < 0.6 * manifest.images[0].size_bytes
+        assert sum(staged.read_bytes.values()) < 0.6 * manifest.images[0].size_bytes
         staged.apply()
     after, wanted = second.snapshot(), first.snapshot()
     for name in after:

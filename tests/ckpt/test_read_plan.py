@@ -8,11 +8,12 @@ from math import prod
 import numpy as np
 import pytest
 
-from keepstep.ckpt.checksum import CHUNK_BYTES
+from keepstep.ckpt.checksum import CHUNK_BYTES, chunk_count
 from keepstep.ckpt.errors import FormatError, NotRestorable
 from keepstep.ckpt.image import ImageHeader, build
 from keepstep.ckpt.keys import image_key
 from keepstep.ckpt.manifest import State, TensorSpec
+from keepstep.ckpt.mosaic import size_of
 from keepstep.ckpt.placement import Mesh, MeshAxis, Placement, Split
 from keepstep.ckpt.plan import Plan
 from keepstep.ckpt.region import Box, whole
@@ -46,26 +47,21 @@ def test_all_of_an_image_is_one_read() -> None:
     shapes = {f"t{number}": (number + 1, 100_003) for number in range(9)}
     header = _whole_items(shapes)
     plan = _plan(header, {name: whole(shape) for name, shape in shapes.items()})
-    assert [(read.start, read.size_bytes) for read in plan.reads] == [(0, header.data_bytes)]
-    assert header.data_bytes <= plan.stage_bytes < header.data_bytes + 4096
+    assert plan.chunks == {0: ((0, chunk_count(header.data_bytes)),)}
 
 
 def test_neighbours_that_only_touch_are_one_read() -> None:
     quarter = CHUNK_BYTES // 4
     header = _whole_items({"a": (quarter,), "b": (quarter,), "c": (quarter,)})
     plan = _plan(header, {"b": whole((quarter,)), "c": whole((quarter,))})
-    assert [(read.start, read.size_bytes) for read in plan.reads] == [
-        (CHUNK_BYTES, 2 * CHUNK_BYTES)
-    ]
+    assert plan.chunks == {0: ((1, 3),)}
 
 
 def test_neighbours_in_one_chunk_read_it_once() -> None:
     large = {"a": (20_000,), "b": (20_000,), "far": (2_000_000,), "z": (20_000,)}
     header = _whole_items(large)
     plan = _plan(header, {"a": Box((3,), (2,)), "b": Box((0,), (10,)), "z": Box((9,), (1,))})
-    assert [read.start // CHUNK_BYTES for read in plan.reads] == [0, 7]
-    assert all(read.start % CHUNK_BYTES == 0 for read in plan.reads)
-    assert sum(read.size_bytes for read in plan.reads) < 3 * CHUNK_BYTES
+    assert plan.chunks == {0: ((0, 1), (7, 8))}
 
 
 def test_small_tensors_lie_together_so_that_all_of_them_are_one_chunk() -> None:
@@ -73,26 +69,22 @@ def test_small_tensors_lie_together_so_that_all_of_them_are_one_chunk() -> None:
     shapes = {f"{name}/weight": (300_000,) for name in names}
     header = _whole_items(shapes | {f"{name}/step": () for name in names})
     plan = _plan(header, {f"{name}/step": whole(()) for name in names})
-    assert [read.size_bytes for read in plan.reads] == [header.data_bytes % CHUNK_BYTES]
+    last = chunk_count(header.data_bytes)
+    assert plan.chunks == {0: ((last - 1, last),)}
 
 
 def test_columns_of_a_matrix_with_huge_rows_do_not_read_the_gaps() -> None:
     columns = 4 * CHUNK_BYTES
     header = _whole_items({"m": (3, columns)})  # rows of 16 chunks
     plan = _plan(header, {"m": Box((0, 5), (3, 10))})
-    assert [(read.start // CHUNK_BYTES, read.size_bytes) for read in plan.reads] == [
-        (0, CHUNK_BYTES),
-        (16, CHUNK_BYTES),
-        (32, CHUNK_BYTES),
-    ]
-    assert plan.stage_bytes == 33 * CHUNK_BYTES
+    assert plan.chunks == {0: ((0, 1), (16, 17), (32, 33))}
 
 
 def test_columns_of_a_matrix_with_short_rows_are_one_read() -> None:
     header = _whole_items({"m": (3_000, 1_000)})
     plan = _plan(header, {"m": Box((1_000, 0), (500, 3))})
-    assert len(plan.reads) == 1
-    assert plan.reads[0].size_bytes == 3 * CHUNK_BYTES
+    ((first, last),) = plan.chunks[0]
+    assert last - first == 3
 
 
 def test_an_image_that_lacks_what_the_plan_promises_is_refused() -> None:
@@ -118,7 +110,7 @@ def test_images_that_do_not_cover_what_is_needed_are_refused() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_what_is_staged_is_the_needed_elements(seed: int) -> None:
+def test_the_pieces_of_the_needed_chunks_are_the_needed_elements(seed: int) -> None:
     """Random boxes of random tensors, with random bytes: carried out, and looked at by numpy."""
     choose = np.random.default_rng(seed)
     items: dict[str, tuple[str, tuple[int, ...], Box]] = {}
@@ -138,21 +130,20 @@ def test_what_is_staged_is_the_needed_elements(seed: int) -> None:
     header = _header(items)
     plan = _plan(header, boxes)
     data = choose.integers(0, 256, header.data_bytes, dtype=np.uint8)
-    staging = np.full(plan.stage_bytes, 77, dtype=np.uint8)
-    chunks: list[int] = []
-    for read in plan.reads:
-        end = read.start + read.size_bytes
-        assert end % CHUNK_BYTES == 0 or end == header.data_bytes
-        chunks += range(read.start // CHUNK_BYTES, -(-end // CHUNK_BYTES))
-        staging[read.stage_offset :][: read.size_bytes] = data[read.start : end]
-    assert len(set(chunks)) == len(chunks)
+    image = np.full(header.data_bytes, 77, dtype=np.uint8)
+    before = -1
+    for first, last in plan.chunks[0]:
+        assert before < first < last <= chunk_count(header.data_bytes)
+        before = last
+        brought = slice(first * CHUNK_BYTES, last * CHUNK_BYTES)
+        image[brought] = data[brought]
     assert [piece.name for piece in plan.pieces] == list(boxes)
     for piece in plan.pieces:
         item = header.items[piece.name]
         kind = np.dtype(f"V{item.dtype.itemsize}")
         stored = data[item.offset :][: item.size_bytes].view(kind).reshape(item.shape)
         strides = tuple(stride * item.dtype.itemsize for stride in piece.strides)
-        found = np.ndarray(piece.box.sizes, kind, staging.data, piece.stage_offset, strides)
+        found = np.ndarray(piece.box.sizes, kind, image.data, piece.offset, strides)
         place = tuple(
             slice(offset, offset + size)
             for offset, size in zip(piece.box.offsets, piece.box.sizes, strict=True)
@@ -178,5 +169,6 @@ def test_a_restore_of_another_layout_reads_each_byte_of_the_store_once_in_total(
         need = Box((quarter * CHUNK_BYTES,), (CHUNK_BYTES,))
         sources = find_sources(plan, {"a": need}, {"a": "a"})
         assert list(sources) == [quarter // 2]
-        total += sum(read.size_bytes for read in plan_reads(sources, headers, tensors).reads)
+        for image, ranges in plan_reads(sources, headers, tensors).chunks.items():
+            total += size_of(ranges, headers[image].data_bytes)
     assert total == 16 * CHUNK_BYTES

@@ -23,7 +23,7 @@ from keepstep.storage.errors import (
     Truncated,
 )
 from keepstep.storage.memory import MemoryStore
-from keepstep.trainer.attempt import PAUSES_S, Attempt, attempt
+from keepstep.ckpt.attempt import PAUSES_S, Attempt, attempt
 
 
 def read_behind(fault: Fault) -> tuple[Attempt[bytes], list[float]]:

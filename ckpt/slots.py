@@ -78,6 +78,9 @@ class SlotRule:
     however slow the tiers are. A mark that comes meanwhile is put off to the next state that can
     take it. `due` must therefore be the same on all ranks.
 
+    The slot of a step that some rank lost is used again at once. Another rank's keeper may not have
+    sealed it yet there: then `SlotRow.claim` refuses, and that rank has lost the new step.
+
     Attributes:
         captured: the step that each slot holds; -1: none of this generation's.
         pending: the due step that still needs its slot; -1: none.
@@ -98,6 +101,7 @@ class SlotRule:
         self.owed = Due.NOWHERE
         self._is_first_alone = first_alone
         self._newest = STEP_NONE
+        self._lost: set[int] = set()
 
     def decide(self, step: int, due: Due, agreed: Level) -> Decision:
         """What all ranks do with the state after `step`. A skipped one may be asked about again.
@@ -130,11 +134,15 @@ class SlotRule:
 
     def _settle(self, agreed: Level) -> None:
         """Take in what all ranks know."""
-        for position, step in enumerate(self.captured):
-            if step != STEP_NONE and step == agreed.lost:
-                self.captured[position] = STEP_NONE
-        if self.pending in (agreed.lost, STEP_NONE) or self.pending <= agreed.drained:
+        if self.pending <= agreed.drained:
             self.pending = STEP_NONE
+        self._lost &= set(self.captured)
+        if agreed.lost in self.captured:
+            self._lost.add(agreed.lost)
+        for position, step in enumerate(self.captured):
+            # A due step that one rank lost may still be on its way from the others' slots.
+            if step in self._lost and step != self.pending:
+                self.captured[position] = STEP_NONE
         if self._is_first_alone and self.captured[0] != STEP_NONE:
             self._is_first_alone = not self._is_safe_since(self.captured[0], agreed)
 

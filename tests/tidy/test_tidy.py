@@ -51,6 +51,9 @@ PURE = [
             "retention",
             "restore",
             "address",
+            "pool_errors",
+            "pool_table",
+            "slots",
         )
     ),
     "storage/errors.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import re
 from contextlib import suppress
@@ -54,6 +55,42 @@ def open_store(location: str | os.PathLike[str], create: bool = False) -> Store:
     return _open_directory(text, create)
 
 
+def check_location(location: str | os.PathLike[str]) -> None:
+    """Refuse, without looking at any store, what `open_store` could never open.
+
+    Raises: Permanent: an unknown scheme, a malformed name, credentials in it, a missing package.
+    """
+    text = os.fspath(location)
+    match = _SCHEME.fullmatch(text)
+    scheme = "" if match is None else match["scheme"].lower()
+    if match is not None and scheme == "s3":
+        _s3_place(match["rest"])
+        _check_package(text, "s3fs")
+    elif match is not None and scheme.startswith("fsspec+"):
+        _fsspec_place(scheme.removeprefix("fsspec+"), match["rest"])
+        _check_package(text, "fsspec")
+    else:
+        _path_of(text)
+
+
+def directory_of(location: str | os.PathLike[str]) -> str | None:
+    """The absolute path of the directory that a location names; None for another kind of store.
+
+    Raises: Permanent, as `check_location`.
+    """
+    text = os.fspath(location)
+    match = _SCHEME.fullmatch(text)
+    scheme = "" if match is None else match["scheme"].lower()
+    if scheme == "s3" or scheme.startswith("fsspec+"):
+        return None
+    return _path_of(text)
+
+
+def _check_package(text: str, package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise _missing(text, ImportError(f"no module named {package!r}"))
+
+
 def _open_directory(text: str, create: bool) -> Store:
     path = _path_of(text)
     if create:
@@ -92,8 +129,11 @@ def _path_of(text: str) -> str:
     return os.path.abspath(path)
 
 
-def _open_s3(rest: str, create: bool) -> Store:
-    """`rest` is what follows the scheme: bucket/prefix?single_writer=true."""
+def _s3_place(rest: str) -> tuple[str, str, bool]:
+    """Bucket, prefix, and whether there is one writer only.
+
+    `rest` is what follows the scheme: bucket/prefix?single_writer=true.
+    """
     place, _, query = rest.partition("?")
     bucket, _, prefix = place.partition("/")
     prefix = prefix.rstrip("/")
@@ -111,7 +151,12 @@ def _open_s3(rest: str, create: bool) -> Store:
             check_key(prefix)
     except BadKey as error:
         raise _refused(text, str(error)) from error
-    single_writer = _is_single_writer(text, query)
+    return bucket, prefix, _is_single_writer(text, query)
+
+
+def _open_s3(rest: str, create: bool) -> Store:
+    bucket, prefix, single_writer = _s3_place(rest)
+    text = f"s3://{rest}"
     try:
         from keepstep.storage.s3 import S3Store
         from keepstep.storage.s3_client import S3Client
@@ -131,7 +176,8 @@ def _open_s3(rest: str, create: bool) -> Store:
     return store
 
 
-def _open_fsspec(name: str, rest: str) -> Store:
+def _fsspec_place(name: str, rest: str) -> tuple[str, bool]:
+    """fsspec's own URL, and whether there is one writer only."""
     place, _, query = rest.partition("?")
     text = f"fsspec+{name}://{rest}"
     if "@" in place:
@@ -139,12 +185,18 @@ def _open_fsspec(name: str, rest: str) -> Store:
     single_writer = _is_single_writer(text, query)
     if name == "memory":
         raise _refused(text, "a memory store lives inside one process")
+    return f"{name}://{place}", single_writer
+
+
+def _open_fsspec(name: str, rest: str) -> Store:
+    url, single_writer = _fsspec_place(name, rest)
+    text = f"fsspec+{name}://{rest}"
     try:
         from fsspec.core import url_to_fs
 
         from keepstep.storage.object import FsspecStore
 
-        file_system, root = url_to_fs(f"{name}://{place}")
+        file_system, root = url_to_fs(url)
     except ImportError as error:
         raise _missing(text, error) from error
     except ValueError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.storage.errors import NotFound, Permanent
-from keepstep.storage.locate import open_store
+from keepstep.storage.locate import check_location, directory_of, open_store
 
 
 def test_a_path_and_its_url_open_the_same_store(tmp_path: Path) -> None:
@@ -56,10 +56,27 @@ def test_a_home_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 )
 @pytest.mark.parametrize("create", [False, True])
 def test_what_cannot_be_opened_is_refused(location: str, what: str, create: bool) -> None:
-    with pytest.raises(Permanent) as caught:
-        open_store(location, create=create)
-    assert what in str(caught.value)
-    assert caught.value.where == location
+    for refuse in (lambda: check_location(location), lambda: open_store(location, create=create)):
+        with pytest.raises(Permanent) as caught:
+            refuse()
+        assert what in str(caught.value)
+        assert caught.value.where == location
+
+
+@pytest.mark.parametrize(
+    "location",
+    ["s3://bucket/run", "s3://nobody-has-made-it", "fsspec+local:///x", "/none/here", "file:///x"],
+)
+def test_what_may_be_there_is_not_looked_for(location: str) -> None:
+    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'keepstep[s3]'")
+    check_location(location)
+
+
+def test_a_location_says_whether_it_is_a_directory(tmp_path: Path) -> None:
+    assert directory_of(tmp_path / "s") == str(tmp_path / "s")
+    assert directory_of("file:///a%20b/c") == "/a b/c"
+    assert directory_of("s3://bucket/run") is None
+    assert directory_of("fsspec+local:///x") is None
 
 
 @pytest.mark.parametrize("create", [False, True])

@@ -12,6 +12,8 @@ import msgspec
 
 from keepstep.ckpt.address import Address, parse_address
 from keepstep.ckpt.layout import BadLayout, Layout, parse_layout
+from keepstep.storage.errors import StoreError
+from keepstep.storage.locate import check_location
 from keepstep.trainer.check import check
 from keepstep.trainer.config import Config, config_tree, load_config, replace
 from keepstep.trainer.corpus import standard_library
@@ -87,7 +89,8 @@ def make_config(arguments: Arguments) -> Config:
     """The configuration that the arguments mean.
 
     Raises:
-        ConfigError: as `load_config`; a layout that cannot be read; flags that contradict.
+        ConfigError: as `load_config`; a layout that cannot be read; flags that contradict; a
+            location that no store can be at.
     """
     config = load_config(arguments.config, arguments.settings)
     if arguments.steps is not None:
@@ -109,7 +112,19 @@ def make_config(arguments: Arguments) -> Config:
         config = replace(config, "parallel", dp_replicate=layout.dp_replicate, **sizes)
     if arguments.weights_only and arguments.init_from is None:
         raise ConfigError("--weights-only says what --init-from takes: give both")
+    _check_locations(arguments)
     return config
+
+
+def _check_locations(arguments: Arguments) -> None:
+    locations = [arguments.store] if arguments.store else []
+    if arguments.init_from:
+        locations.append(parse_address(arguments.init_from).store)
+    try:
+        for location in locations:
+            check_location(location)
+    except StoreError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_config(config: Config, world_size: int | None = None) -> None:

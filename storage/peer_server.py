@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 import aiohttp
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from keepstep.storage import peer_wire as wire
 from keepstep.storage.errors import (
@@ -68,7 +69,7 @@ class Source:
     send: Callable[[socket.socket, int, int], None]
 
 
-def bearer(token: Token) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def bearer(token: Token) -> Middleware:
     """The middleware that lets nobody pass without the token."""
 
     @web.middleware

@@ -13,14 +13,15 @@
     ├── NotRestorable               nothing could be restored; the reasons, per state
     ├── StructureMismatch           a load would drop, invent or change tensors; lists all
     ├── NotCommitted                a state could not be committed; the last commit stays
+    ├── WrongMoment                 the present phase does not allow it
     └── LogError                    the log refuses
         ├── Superseded              a higher term has taken over: stop, change nothing
         ├── LogMoved                another entry came first: read the log and decide again
         └── WrongJob                the store belongs to another job
 
 Defined beside the one place that raises them, and CheckpointErrors too: `ArenaTooLarge` (arena),
-`LinesError` (jsonlines), `OtherRanksFailed` (agree), `WrongMoment` (save), `BadLayout` (layout),
-`TargetTaken` (writer) and `Unconvertible` (hf_config).
+`LinesError` (jsonlines), `OtherRanksFailed` (agree), `BadLayout` (layout), `TargetTaken` (writer)
+and `Unconvertible` (hf_config).
 
 A caller writes::
 
@@ -123,6 +124,10 @@ class PlanMismatch(CheckpointError):
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+
+
+class WrongMoment(CheckpointError):
+    """Something was asked for that the present phase does not allow. Nothing changed."""
 
 
 class NoSuchState(CheckpointError, LookupError):

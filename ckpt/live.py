@@ -1,7 +1,7 @@
 """Reading tensors where they live at this moment: in a module, in an optimizer, behind a function.
 
 What is registered outlives the tensors themselves: torch and users put others in their places. So
-nothing here keeps a tensor alive, except `constant`, which was given just that one.
+nothing here keeps a tensor alive, except `Constant`, which was given just that one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Memory: TypeAlias = tuple[torch.device, int, tuple[int, ...], tuple[int, ...], 
 class LocalPart:
     """Reads the local part, and sees to it that it is still what was registered."""
 
-    __slots__ = ("_dtype", "_name", "_read", "_shape", "_sharded")
+    __slots__ = ("_dtype", "_name", "_shape", "_sharded", "source")
 
     def __init__(
         self,
@@ -33,13 +33,14 @@ class LocalPart:
         now: torch.Tensor,
     ) -> None:
         self._name = name
-        self._read = read
+        self.source = read
+        """What gives the whole tensor, as it was registered."""
         self._shape = shape
         self._dtype = now.dtype
         self._sharded = TensorWeakRef(now) if isinstance(now, DTensor) else None
 
     def __call__(self) -> torch.Tensor:
-        tensor = self._read()
+        tensor = self.source()
         if self._sharded is not None and not isinstance(tensor, DTensor):
             # FSDP shows the gathered parameter between forward and backward; the shard lives on.
             shard = self._sharded()
@@ -57,24 +58,24 @@ class LocalPart:
 class ModuleTensor:
     """Reads a parameter or buffer by its path from the root module, as it is at this moment."""
 
-    __slots__ = ("_key", "_path", "_root")
+    __slots__ = ("key", "path", "root")
 
     def __init__(self, root: nn.Module, path: tuple[str, ...], key: str) -> None:
-        self._root = root
-        self._path = path
-        self._key = key
+        self.root = root
+        self.path = path
+        self.key = key
 
     def __call__(self) -> torch.Tensor:
-        owner: nn.Module | None = self._root
-        for name in self._path:
+        owner: nn.Module | None = self.root
+        for name in self.path:
             owner = None if owner is None else owner._modules.get(name)
         found: torch.Tensor | None = None
         if owner is not None:
-            found = owner._parameters.get(self._key)
+            found = owner._parameters.get(self.key)
             if found is None:
-                found = owner._buffers.get(self._key)
+                found = owner._buffers.get(self.key)
         if found is None:
-            name = ".".join((*self._path, self._key))
+            name = ".".join((*self.path, self.key))
             raise NotRepresentable(name, "the module has no such tensor any more")
         return found
 
@@ -82,23 +83,30 @@ class ModuleTensor:
 class StateTensor:
     """Reads a tensor of an optimizer's state, of this moment."""
 
-    __slots__ = ("_key", "_optimizer", "_param")
+    __slots__ = ("key", "optimizer", "param")
 
     def __init__(self, optimizer: torch.optim.Optimizer, param: torch.Tensor, key: str) -> None:
-        self._optimizer = optimizer
-        self._param = param
-        self._key = key
+        self.optimizer = optimizer
+        self.param = param
+        self.key = key
 
     def __call__(self) -> torch.Tensor:
-        found = self._optimizer.state[self._param][self._key]
+        found = self.optimizer.state.get(self.param, {}).get(self.key)
         if not isinstance(found, torch.Tensor):
-            raise NotRepresentable(self._key, f"the optimizer has put a {type(found)} in its place")
+            raise NotRepresentable(self.key, f"the optimizer has put a {type(found)} in its place")
         return found
 
 
-def constant(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+class Constant:
     """Reads the one tensor, which is kept alive."""
-    return lambda: tensor
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __call__(self) -> torch.Tensor:
+        return self.tensor
 
 
 def persistent(module: nn.Module) -> Iterator[tuple[str, tuple[str, ...], str]]:

@@ -8,7 +8,7 @@ before the first step. A registry knows this rank's part; `structure.merge_struc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from keepstep.ckpt.errors import NotRepresentable
 from keepstep.ckpt.live import (
+    Constant,
     KnownTensors,
     LocalPart,
     ModuleTensor,
     StateTensor,
-    constant,
     persistent,
 )
 from keepstep.ckpt.manifest import TensorSpec
@@ -53,7 +53,7 @@ class Held:
     name: str
     tensor: HeldTensor
     box: Box
-    read: Callable[[], torch.Tensor]
+    read: LocalPart
     write: Callable[[torch.Tensor], None] | None = None
 
 
@@ -73,6 +73,7 @@ class _Optimizer:
     optimizer: torch.optim.Optimizer
     names: tuple[tuple[str, torch.Tensor], ...]  # (name without prefix, parameter)
     held: tuple[Held, ...]  # of each parameter, for its placement
+    state_names: set[str] = field(default_factory=set)
 
 
 class Registry:
@@ -116,7 +117,7 @@ class Registry:
             NotRepresentable: by name, for what could not be given back.
             BadName: for a name that is malformed.
         """
-        read = tensor if not isinstance(tensor, torch.Tensor) else constant(tensor)
+        read = tensor if not isinstance(tensor, torch.Tensor) else Constant(tensor)
         now = read()
         self._refuse_taken(name)
         _refuse_kind(name, now)
@@ -233,6 +234,32 @@ class Registry:
     def values(self) -> Mapping[str, Value]:
         """All values, by name."""
         return self._values
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """All registered optimizers."""
+        return tuple(one.optimizer for one in self._optimizers)
+
+    def updated_names(self) -> frozenset[str]:
+        """The tensors that change only in a step of a registered optimizer.
+
+        Its parameters and its state. All others (buffers, frozen parameters, RNG) may change at
+        any time.
+        """
+        names: set[str] = set()
+        for one in self._optimizers:
+            names.update(held.name for held in one.held)
+            names.update(one.state_names & self._tensors.keys())
+        return frozenset(names)
+
+    def state_count(self) -> int:
+        """How many tensors all optimizers' states have: grows when state comes to exist."""
+        return sum(
+            value is not None
+            for one in self._optimizers
+            for state in one.optimizer.state.values()
+            for value in state.values()
+        )
 
     def structure(self) -> RankStructure:
         """This rank's view, for `merge_structures`."""
@@ -365,6 +392,7 @@ class Registry:
                         f"it is a {type(value).__qualname__}, and only tensors can be kept in "
                         f"an optimizer's state; make it a 0-d tensor",
                     )
+                one.state_names.add(full)
                 read = StateTensor(one.optimizer, param, key)
                 at = held.tensor.placement.at
                 like_param = (

@@ -12,7 +12,7 @@ from typing import Any
 from keepstep.ckpt.arena import Arena
 from keepstep.ckpt.capture import Capture
 from keepstep.ckpt.checksum import chunk_digests
-from keepstep.ckpt.errors import CheckpointError
+from keepstep.ckpt.errors import WrongMoment
 from keepstep.ckpt.image import build, image_record, items_of, seal
 from keepstep.ckpt.keys import image_key
 from keepstep.ckpt.manifest import ImageRecord, State
@@ -20,10 +20,6 @@ from keepstep.ckpt.plan import Plan
 from keepstep.ckpt.registry import Registry
 from keepstep.ckpt.structure import Structure
 from keepstep.storage.store import Store
-
-
-class WrongMoment(CheckpointError):
-    """A save was asked for something that its present phase does not allow. Nothing changed."""
 
 
 class Saver:

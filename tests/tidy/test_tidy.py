@@ -51,6 +51,7 @@ PURE = [
             "retention",
             "restore",
             "address",
+            "overlap",
             "pool_errors",
             "pool_table",
             "slots",

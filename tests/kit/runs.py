@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +15,17 @@ from typing import Any
 
 import psutil
 
+from keepstep.ckpt.hostdir import HostDir
+from keepstep.ckpt.keeper_process import replace_older
+from keepstep.trainer.config import load_config
 from keepstep.trainer.corpus import standard_library
+from keepstep.trainer.hosts import shm_dir
 from keepstep.trainer.metrics import FILE_NAME, read_metrics
 from keepstep.trainer.tokenfile import write_token_file
 from keepstep.trainer.tokenizer import ByteTokenizer
+
+SHM_DIR = Path(f"/dev/shm/keepstep-test-{os.getpid()}")
+"""Of this process's runs; each run directory has a suffix of its own. See `end_keepers`."""
 
 SETTINGS = (
     "model.dim=32",
@@ -31,6 +39,7 @@ SETTINGS = (
     "run.evaluate_every=0",
     "run.keep=0",
     "run.patience_s=60",
+    f"tiers.shm_dir={SHM_DIR}",
 )
 """A model that is done with a step at once; 16 samples can be shared by dp = 1, 2, 4, 8."""
 
@@ -76,16 +85,48 @@ def train(
 
 def kill_tree(process: subprocess.Popen[bytes]) -> int:
     """SIGKILL the process and all below it at one moment; how many there were."""
+    return kill(process, keepers=None)
+
+
+def kill(process: subprocess.Popen[bytes], *, keepers: int | None) -> int:
+    """SIGKILL launcher and ranks at one moment, and so many keepers (None: all); how many died."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        family = [*psutil.Process(process.pid).children(recursive=True)]
-        for one in [psutil.Process(process.pid), *family]:
+        family = psutil.Process(process.pid).children(recursive=True)
+        spared = [one for one in family if is_keeper(one)][keepers:] if keepers is not None else []
+        doomed = [psutil.Process(process.pid), *(one for one in family if one not in spared)]
+        for one in doomed:
             with contextlib.suppress(psutil.NoSuchProcess):
                 os.kill(one.pid, signal.SIGKILL)
         process.wait(30)
-        psutil.wait_procs(family, timeout=30)
-        return len(family) + 1
+        psutil.wait_procs(doomed[1:], timeout=30)
+        return len(doomed)
     process.wait(30)
     return 0
+
+
+def is_keeper(process: psutil.Process) -> bool:
+    """Whether it is a keeper."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "keeper" in " ".join(process.cmdline())
+    return False
+
+
+def host_dirs(run_dir: Path) -> list[HostDir]:
+    """The host directories in shared memory of a run that was started here."""
+    return [HostDir(path) for path in sorted(_shm_dir(run_dir).glob("*"))]
+
+
+def _shm_dir(run_dir: Path) -> Path:
+    return shm_dir(load_config(None, [f"tiers.shm_dir={SHM_DIR}"]), run_dir)
+
+
+def end_keepers(run_dir: Path | None = None) -> None:
+    """End the keepers of a run that was started here (None: all), and free their memory."""
+    tag = "*" if run_dir is None else _shm_dir(run_dir).name.removeprefix(f"{SHM_DIR.name}.")
+    for above in SHM_DIR.parent.glob(f"{SHM_DIR.name}.{tag}"):
+        for path in above.iterdir():
+            replace_older(path, path.name, timeout_s=1.0)
+        shutil.rmtree(above)
 
 
 def wait_for_lines(process: subprocess.Popen[bytes], run_dir: Path, count: int) -> bool:

@@ -159,7 +159,7 @@ def must_train(
     settings: Sequence[str] = (),
 ) -> None:
     """Train to `steps`; RuntimeError with what was printed if that fails."""
-    words = ["--steps", str(steps), "--layout", layout, *_words(plan)]
+    words = ["--steps", str(steps), "--layout", layout, *_words(plan, layout)]
     status, text = train(run_dir, corpus, *words, settings=settings, timeout_s=1200)
     if status != 0:
         raise RuntimeError(f"{layout} to step {steps} ended with {status}: {text[-2000:]}")
@@ -177,7 +177,7 @@ def killed(
     run_dir = directory / "killed"
     output = run_dir.with_suffix(".out")
     lines = run_dir / FILE_NAME
-    words = ["--layout", plan.layout, "--steps", str(plan.steps), *_words(plan)]
+    words = ["--layout", plan.layout, "--steps", str(plan.steps), *_words(plan, plan.layout)]
     made: list[_Made] = []
     while len(made) < kills:
         process = start(run_dir, corpus, *words, output=output)
@@ -204,8 +204,9 @@ def killed(
     )
 
 
-def _words(plan: Plan) -> list[str]:
-    return ["--checkpoint-every", str(plan.save_every), "--hosts", str(plan.hosts)]
+def _words(plan: Plan, layout: str) -> list[str]:
+    hosts = plan.hosts if layout == plan.layout else 1
+    return ["--checkpoint-every", str(plan.save_every), "--hosts", str(hosts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +332,7 @@ def main(arguments: list[str]) -> int:
         wrong += [str(one) for one in others if not one.is_good]
         if not options.kills:
             wrong.append("nothing was killed")
-        end_keepers(directory)
+        end_keepers()
     print_report(
         "resume",
         options.seed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
@@ -11,8 +11,6 @@ from keepstep.ckpt.control import FRAME_BYTES_MAX
 from keepstep.ckpt.errors import FormatError
 
 LENGTH_BYTES = 4
-
-T = TypeVar("T")
 
 
 def send_frame(connection: socket.socket, message: msgspec.Struct) -> None:
@@ -23,11 +21,13 @@ def send_frame(connection: socket.socket, message: msgspec.Struct) -> None:
     connection.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)
 
 
-def receive_frame(connection: socket.socket, type_: type[T], bytes_max: int) -> T | None:
+def receive_frame(
+    connection: socket.socket, decoder: msgspec.json.Decoder[Any], bytes_max: int
+) -> Any:  # noqa: ANN401  what the decoder gives
     """The next message, or None if the other side has closed between two messages.
 
     Raises OSError (TimeoutError; ConnectionError if it closed within one), and FormatError for
-    what is longer than `bytes_max` (nothing of it is read) or no message of `type_`.
+    what is longer than `bytes_max` (nothing of it is read) or no message of the decoder's type.
     """
     prefix = _receive(connection, LENGTH_BYTES, is_start=True)
     if prefix is None:
@@ -35,9 +35,9 @@ def receive_frame(connection: socket.socket, type_: type[T], bytes_max: int) -> 
     length = int.from_bytes(prefix, "big")
     if length > bytes_max:
         raise FormatError("frame", "length", f"at most {bytes_max} bytes", f"{length}")
-    data = _receive(connection, length, is_start=False)
+    data = _receive(connection, length, is_start=False) or b""
     try:
-        return msgspec.json.decode(data, type=type_)
+        return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
         raise FormatError("frame", "", "a message", str(error)[:120]) from error
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+import msgspec
+
 from keepstep.ckpt.control import (
     FRAME_BYTES_MAX,
     Attach,
@@ -25,11 +27,13 @@ from keepstep.ckpt.control import (
 )
 from keepstep.ckpt.errors import FormatError, NoSuchState
 from keepstep.ckpt.frames import receive_frame, send_frame
+from keepstep.ckpt.hostdir import HostDir
 from keepstep.ckpt.inventory import Inventory
-from keepstep.ckpt.keeper_errors import KINDS, KeeperGone, Refusal
+from keepstep.ckpt.keeper_errors import KINDS, KeeperGone, KeeperRunning, Refusal
 from keepstep.ckpt.manifest import Description, State, decode_description
+from keepstep.ckpt.pool_errors import PoolTooLarge
 
-CONTROL_NAME = "control"
+_REPLIES = msgspec.json.Decoder(Reply)
 
 T = TypeVar("T", bound=Reply)
 
@@ -47,7 +51,7 @@ class KeeperClient:
     """
 
     def __init__(self, host_dir: Path, timeout_s: float) -> None:
-        self._path = host_dir / CONTROL_NAME
+        self._path = HostDir(host_dir).control
         self._timeout_s = timeout_s
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(timeout_s)
@@ -63,7 +67,8 @@ class KeeperClient:
 
     def take_inventory(self, generation: int, term: int) -> Inventory:
         """What this host has, as a promise that is durable on return. Raises Stale."""
-        return self._ask(TakeInventory(generation=generation, term=term), Taken).inventory
+        taken = self._ask(TakeInventory(generation=generation, term=term), Taken)
+        return taken.inventory
 
     def describe(self, state: State) -> Description:
         """What a state in the inventory is. Raises NoSuchState and FormatError."""
@@ -100,7 +105,7 @@ class KeeperClient:
     def _ask(self, request: Request, expected: type[T]) -> T:
         try:
             send_frame(self._socket, request)
-            reply = receive_frame(self._socket, Reply, FRAME_BYTES_MAX)
+            reply: Reply | None = receive_frame(self._socket, _REPLIES, FRAME_BYTES_MAX)
         except (OSError, FormatError) as error:
             self._socket.close()
             raise self._gone(error) from error
@@ -122,5 +127,8 @@ class KeeperClient:
 def _refusal(refused: Refused) -> Exception:
     if refused.kind == NoSuchState.__name__:
         return NoSuchState(refused.message)
-    kind = KINDS.get(refused.kind, Refusal)
-    return kind(refused.message)
+    if refused.kind == PoolTooLarge.__name__:
+        return PoolTooLarge(refused.message, needed_bytes=0, available_bytes=0)
+    if refused.kind == KeeperRunning.__name__:
+        return KeeperRunning(refused.message, pid=0)
+    return KINDS.get(refused.kind, Refusal)(refused.message)

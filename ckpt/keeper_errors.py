@@ -69,6 +69,6 @@ class Refusal(KeeperError):
 
 
 KINDS: dict[str, type[KeeperError]] = {
-    kind.__name__: kind for kind in (Stale, KeeperRunning, SlotsTaken, NoRoom, Refusal)
+    kind.__name__: kind for kind in (Stale, SlotsTaken, NoRoom, Refusal)
 }
-"""Errors that travel in a `control.Refused`, by name."""
+"""Errors that travel between processes by name, and are made from a message alone."""

@@ -114,6 +114,11 @@ class Shelf:
                     if not self._held[shelved.slot]:
                         del self._held[shelved.slot]
 
+    def held(self) -> frozenset[int]:
+        """The slots that are held."""
+        with self._lock:
+            return frozenset(self._held)
+
     def take_down_unless_held(self, shelved: Shelved) -> bool:
         """Take an image down whose slot is to be reused; False, and nothing done, if it is held."""
         with self._lock:

@@ -202,7 +202,7 @@ def test_a_claim_below_the_fence_changes_nothing(words: memoryview, row: SlotRow
 
 def test_only_the_owner_claims_an_assigned_slot(row: SlotRow) -> None:
     row.assign(ME, 7)
-    with pytest.raises(SlotsTaken, match="belongs to pid 41 .rank 7.") as caught:
+    with pytest.raises(SlotsTaken, match=r"belongs to pid 41 \(rank 7\)") as caught:
         row.claim(OTHER, 7, STATE, Due.NOWHERE)
     assert caught.value.pid == 41
     assert row.status is SlotStatus.FREE

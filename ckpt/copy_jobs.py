@@ -23,7 +23,7 @@ Job = Callable[[], object]
 SMALL_BYTES = 64 * 1024
 """Copies up to this size are put together."""
 _TOGETHER_BYTES = 8 << 20
-_PIECE_BYTES = 16 << 20  # so that two threads can share one big tensor
+_PIECE_BYTES = 4 << 20  # so that two threads share the work, and none waits long for the other
 
 
 class MemoryTaken(CheckpointError):

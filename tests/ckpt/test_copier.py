@@ -162,8 +162,8 @@ def test_in_a_forked_process_nothing_is_being_copied(copier: Copier) -> None:
 
 
 SOURCES = {
-    "big": lambda: torch.randn(3_000_000),
-    "big of two pieces": lambda: torch.randn(5_000_001),
+    "big": lambda: torch.randn(1_000_000),
+    "big of two pieces": lambda: torch.randn(1_500_001),
     "small": lambda: torch.randn(5, 3),
     "scalar": lambda: torch.tensor(3),
     "strided": lambda: torch.randn(300, 200).t(),

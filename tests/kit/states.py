@@ -17,7 +17,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from keepstep.ckpt.agree import all_gather_bytes, gather_structure
-from keepstep.ckpt.keys import manifest_key
+from keepstep.ckpt.checksum import chunk_digests
+from keepstep.ckpt.image import build, image_record, items_of, seal
+from keepstep.ckpt.keys import image_key, manifest_key
 from keepstep.ckpt.manifest import (
     FORMAT_VERSION,
     ImageRecord,
@@ -27,8 +29,9 @@ from keepstep.ckpt.manifest import (
     encode_manifest,
 )
 from keepstep.ckpt.placement import Mesh, MeshAxis
+from keepstep.ckpt.plan import Plan
 from keepstep.ckpt.registry import Registry
-from keepstep.ckpt.save import Saver
+from keepstep.ckpt.slot_copy import ImageParts, SlotCopy, Streams
 from keepstep.ckpt.structure import Structure, merge_structures
 from keepstep.storage.file import FileStore
 from keepstep.storage.store import Store
@@ -145,31 +148,43 @@ def manifest_of(
     )
 
 
+def write_image(
+    registry: Registry, structure: Structure, store: Store, state: State
+) -> ImageRecord | None:
+    """Copy, seal and store what this rank owns; None if that is nothing."""
+    mesh = structure.mesh
+    owned = Plan(mesh, structure.placements, structure.tensors).owned(registry.rank)
+    items = items_of(structure.tensors, owned)
+    header = build("test", state, registry.rank, mesh, structure.digest, items)
+    if not header.data_bytes:
+        return None
+    image = memoryview(bytearray(header.size_bytes))
+    copy = SlotCopy(ImageParts(registry, header), header, image, Streams())
+    copy.copy_inside()
+    for job in copy.jobs(state)[0]:
+        job()
+    sealed = seal(header, chunk_digests(image[header.header_bytes :]))
+    image[: header.header_bytes] = sealed
+    store.put(image_key(state, header.rank), image)
+    return image_record(header, sealed)
+
+
 def save_alone(registry: Registry, store: Store, state: State = STATE) -> Manifest:
     """Save the state of one process, which is the whole mesh."""
     structure = merge_structures([registry.structure()])
-    saver = Saver(registry, structure, store, "test")
-    try:
-        values = saver.capture(state)
-        saver.start()
-        return manifest_of(structure, [saver.wait()], values, state)
-    finally:
-        saver.close()
+    record = write_image(registry, structure, store, state)
+    return manifest_of(structure, [record], registry.read_values(), state)
 
 
 def save_together(registry: Registry, root: Path) -> None:
     """Save the state of all ranks of the default group into a file store, manifest and all."""
     structure = gather_structure(None, registry)
     store = FileStore(root)
-    saver = Saver(registry, structure, store, "test")
-    values = saver.capture(STATE)
-    saver.start()
-    record = saver.wait()
-    saver.close()
+    record = write_image(registry, structure, store, STATE)
     gathered = all_gather_bytes(None, msgspec.json.encode(record))
     records = [msgspec.json.decode(data, type=ImageRecord | None) for data in gathered]
     if registry.rank == 0:
-        manifest = manifest_of(structure, records, values)
+        manifest = manifest_of(structure, records, registry.read_values())
         store.put(manifest_key(STATE), encode_manifest(manifest))
 
 

@@ -47,7 +47,7 @@ class HostAnswers:
 
     def inventory(self) -> Inventory:
         """See `Answers.inventory`."""
-        self._wait_adopted()
+        wait_adopted(self._memory)
         memory = self._memory
         copies = [
             Copy(
@@ -71,7 +71,7 @@ class HostAnswers:
 
     def take_inventory(self, generation: int, term: int) -> Inventory:
         """See `Answers.take_inventory`. What was captured by then is sealed first."""
-        self._wait_adopted()
+        wait_adopted(self._memory)
         who = f"an inventory for generation {generation}, term {term},"
         self._memory.fence(generation, term, who)
         self._sealer.submit_captured()
@@ -82,7 +82,7 @@ class HostAnswers:
 
     def describe(self, state: State) -> bytes:
         """See `Answers.describe`."""
-        self._wait_adopted()
+        wait_adopted(self._memory)
         for image in self._memory.shelf.all():
             if image.state == state:
                 return encode_description(image.description())
@@ -159,9 +159,11 @@ class HostAnswers:
             self._told.add(sentence)
             self._memory.tell("disk_copy_refused", sentence, tier=Tier.DISK.value)
 
-    def _wait_adopted(self) -> None:
-        if not self._sealer.is_adopted.wait(ADOPTED_S):
-            raise Refusal(
-                f"host {self._memory.config.host} still verifies the images of an earlier keeper "
-                f"after {ADOPTED_S:.0f} s; ask again"
-            )
+
+def wait_adopted(memory: KeeperMemory) -> None:
+    """Until the images of an earlier keeper are verified. Raises Refusal if that takes too long."""
+    if not memory.is_adopted.wait(ADOPTED_S):
+        raise Refusal(
+            f"host {memory.config.host} still verifies the images of an earlier keeper after "
+            f"{ADOPTED_S:.0f} s; ask again"
+        )

@@ -55,6 +55,8 @@ class KeeperMemory:
         tenure: what ranks entered last; None before.
         is_complete: all ranks of the tenure have entered, and there is memory for peers' images.
         is_settled: all ranks of the tenure have a state of it, sealed and acknowledged.
+        is_adopted: set when the images of an earlier keeper have been verified. Before that
+            nothing is given out.
         address: of the data plane; "" for none.
     """
 
@@ -82,6 +84,8 @@ class KeeperMemory:
         self.tenure: Tenure | None = None
         self.is_complete = False
         self.is_settled = False
+        self.is_adopted = threading.Event()
+        self._is_ending = False
         self._pidfds: dict[Writer, int] = {}
         self._finished: dict[int, set[int]] = {}
         self._alone_since_s = time.monotonic()
@@ -105,8 +109,13 @@ class KeeperMemory:
             return tuple(self._pidfds.values())
 
     def arrive(self, writer: Writer) -> bool:
-        """A rank's process is here. False if it is gone already."""
+        """A rank's process is here. False if it is gone already. Raises Refusal at the end."""
         with self.lock:
+            if self._is_ending:
+                raise Refusal(
+                    f"the keeper of host {self.config.host} is ending, since no rank was there; "
+                    f"start another"
+                )
             if writer in self._pidfds:
                 return True
             pidfd = watch_process(writer)
@@ -133,19 +142,24 @@ class KeeperMemory:
             self._take_back()
 
     def why_end(self) -> str:
-        """Why this keeper and its memory are needed no more; "" if they are."""
+        """Why this keeper and its memory are needed no more; "" if they are.
+
+        Once there is a reason, no rank arrives any more.
+        """
         with self.lock:
             if self._pidfds:
                 self._alone_since_s = time.monotonic()
             ranks = () if self.tenure is None else self.tenure.ranks
             generation = 0 if self.tenure is None else self.tenure.generation
-            return why_end(
+            reason = why_end(
                 len(self._pidfds),
                 ranks,
                 self._finished.get(generation, set()),
                 time.monotonic() - self._alone_since_s,
                 self._patience_s,
             )
+            self._is_ending = bool(reason)
+            return reason
 
     # What there is
 

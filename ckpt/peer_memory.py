@@ -45,10 +45,11 @@ class PeerMemory:
         with memory.lock:
             check_fence(memory.promise, generation, term, who)
             tenure = memory.tenure
-            if tenure is None or not memory.is_complete or generation != tenure.generation:
+            is_ready = memory.is_adopted.is_set() and memory.is_complete
+            if tenure is None or not is_ready or generation != tenure.generation:
                 raise NoRoom(
-                    f"no slot for the image of rank {rank} in {state}: the ranks of host "
-                    f"{memory.config.host} have not all entered generation {generation} yet"
+                    f"no slot for the image of rank {rank} in {state}: host "
+                    f"{memory.config.host} is not ready for generation {generation} yet"
                 )
             if state.generation != generation:
                 raise Stale(

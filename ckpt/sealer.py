@@ -26,11 +26,7 @@ NICE = 5
 
 
 class Sealer:
-    """Seals what `KeeperMemory.look` finds, in order.
-
-    Attributes:
-        is_adopted: set when everything that an earlier keeper left has been looked at.
-    """
+    """Seals what `KeeperMemory.look` finds, in order."""
 
     def __init__(self, memory: KeeperMemory, on_sealed: Callable[[Shelved], None]) -> None:
         """`on_sealed` is called, in the sealer's thread, with each own image that was sealed."""
@@ -40,7 +36,6 @@ class Sealer:
         self._queue: deque[tuple[int, int]] = deque()
         self._is_busy = False
         self._is_closing = False
-        self.is_adopted = threading.Event()
         self._thread = threading.Thread(target=self._run, name="keepstep-sealer", daemon=True)
 
     def start(self) -> None:
@@ -54,7 +49,7 @@ class Sealer:
 
     def submit_captured(self) -> None:
         """Look at the table, and take on what is to be sealed and is not in the queue yet."""
-        if not self.is_adopted.is_set():
+        if not self._memory.is_adopted.is_set():
             return
         slots = self._memory.pool.slots
         found = [(row.index, slots[row.index].read().turn) for row in self._memory.look()]
@@ -84,7 +79,7 @@ class Sealer:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         for shelved in adopt(self._memory):
             self._on_sealed(shelved)
-        self.is_adopted.set()
+        self._memory.is_adopted.set()
         while True:
             with self._changed:
                 self._is_busy = False

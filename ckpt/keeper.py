@@ -1,0 +1,276 @@
+"""The keeper of a host: `python -m keepstep.ckpt.keeper CONFIG.json`.
+
+One process apart from the ranks, without torch. It makes the host's pool, seals what ranks capture,
+has it copied to peers, disk and store, answers what it has, and adopts what an earlier keeper left.
+It ends when no rank has been there for a patience, or when all have finished; then nothing is left
+in shared memory. Asked to end (SIGTERM), it leaves the memory to a successor.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from keepstep.ckpt.bell import Bell
+from keepstep.ckpt.control import Attach, Attached, Enter, Entered
+from keepstep.ckpt.disk_tier import DiskTier
+from keepstep.ckpt.entering import enter_rank
+from keepstep.ckpt.errors import CheckpointError
+from keepstep.ckpt.host_answers import HostAnswers, wait_adopted
+from keepstep.ckpt.hostdir import HostDir, HostLock, make_host_dir
+from keepstep.ckpt.inventory import Inventory
+from keepstep.ckpt.keeper_config import KeeperConfig, read_config
+from keepstep.ckpt.keeper_control import ControlServer
+from keepstep.ckpt.keeper_errors import KeeperRunning, Refusal
+from keepstep.ckpt.keeper_events import KeeperEvents
+from keepstep.ckpt.keeper_memory import KeeperMemory
+from keepstep.ckpt.keeper_record import KeeperRecord, read_record
+from keepstep.ckpt.keeper_services import Services, open_disk
+from keepstep.ckpt.manifest import State
+from keepstep.ckpt.once import Once
+from keepstep.ckpt.pool import Pool
+from keepstep.ckpt.pool_table import Writer
+from keepstep.ckpt.sealer import Sealer
+from keepstep.ckpt.shelf import Shelf, Shelved
+from keepstep.ckpt.structures import Structures
+
+POLL_S = 0.05
+"""How often the table is looked at without a ring."""
+
+LEAVE_S = 2.0
+"""How long services may take to end when the memory is left to a successor."""
+
+FINISH_PATIENCES = 10
+"""How many patiences, and a minute at least, may go by for what is due to reach its tiers."""
+
+FINISH_MIN_S = 60.0
+
+
+class Keeper:
+    """One keeper; a `keeper_control.Served`."""
+
+    def __init__(self, config: KeeperConfig, place: HostDir, events: KeeperEvents) -> None:
+        """Open or make the pool, take up what an earlier keeper left, listen. Holds the lock.
+
+        Raises CheckpointError and OSError.
+        """
+        self._config = config
+        self._place = place
+        self._events = events
+        record = self._read_record()
+        self._port_before = _port_of(record.address)
+        self._memory = KeeperMemory(
+            config,
+            place,
+            Pool.open(place.pool) if place.pool.exists() else Pool.create(place.pool),
+            Shelf(),
+            Structures(place, config.job),
+            record,
+            events.tell,
+        )
+        self._sealer = Sealer(self._memory, self._on_sealed)
+        disk = Once(lambda: DiskTier(open_disk(config))) if config.disk_dir else None
+        self._answers = HostAnswers(
+            self._memory, self._sealer, disk, self._on_promise, self._status
+        )
+        self._services: Services | None = None
+        self._is_ready = threading.Event()
+        self._wake, self._woken = _wake_pipe()
+        self._bell = Bell(place.bell)
+        self._control = ControlServer(place.control, self, self._on_refused)
+        self._control.start()
+
+    def run(self) -> None:
+        """Serve until there is a reason to end. Blocking; on return all threads have ended."""
+        memory = self._memory
+        self._services = Services(memory, self._answers, self._port_before)
+        if memory.tenure is not None:
+            self._services.enter(memory.tenure)
+        self._sealer.start()
+        self._is_ready.set()
+        self._events.tell(
+            "keeper_started",
+            f"host {self._config.host} has a keeper",
+            keeper_pid=memory.me.pid,
+            address=memory.address,
+            generation=memory.promise.generation,
+            term=memory.promise.term,
+        )
+        reason = self._watch()
+        if reason:
+            is_over = self._finish(self._services)
+        else:
+            reason, is_over = "it was asked to end; the memory stays for its successor", False
+            self._leave(self._services)
+        self._events.tell("keeper_ended", reason, keeper_pid=memory.me.pid, is_removed=is_over)
+        self._bell.close()
+        memory.close()
+        memory.pool.close()
+        if is_over:
+            self._place.remove()
+
+    # Served: called by the control socket's threads
+
+    def attach(self, attach: Attach) -> Attached:
+        """See `keeper_control.Served`. Waits until the keeper is ready."""
+        self._is_ready.wait()
+        memory = self._memory
+        if attach.job != self._config.job:
+            raise Refusal(f"this keeper serves job {self._config.job!r}, not {attach.job!r}")
+        if not memory.arrive(Writer(attach.pid, attach.ticks)):
+            raise Refusal(
+                f"there is no process {attach.pid} that began at tick {attach.ticks} on this host"
+            )
+        return Attached(
+            host=self._config.host,
+            rack=self._config.rack,
+            address=memory.address,
+            pid=memory.me.pid,
+            generation=memory.promise.generation,
+            term=memory.promise.term,
+        )
+
+    def take_inventory(self, generation: int, term: int) -> Inventory:
+        """See `keeper_control.Served`."""
+        return self._answers.take_inventory(generation, term)
+
+    def describe(self, state: State) -> bytes:
+        """See `keeper_control.Served`."""
+        return self._answers.describe(state)
+
+    def enter(self, enter: Enter, writer: Writer) -> Entered:
+        """See `keeper_control.Served`."""
+        wait_adopted(self._memory)
+        services = self._services
+        assert services is not None  # `attach` came before, and waited
+        return enter_rank(self._memory, enter, writer, services.enter)
+
+    def leave(self, rank: int, writer: Writer, *, is_finished: bool) -> None:
+        """See `keeper_control.Served`."""
+        self._sealer.submit_captured()
+        self._sealer.wait_idle(self._config.patience_s)
+        self._memory.leave(rank, writer, is_finished=is_finished)
+
+    def _watch(self) -> str:
+        """Look at the table, at each ring and every so often, until there is a reason to end.
+
+        "": the keeper was asked to end.
+        """
+        while True:
+            poller = select.poll()
+            for fd in (self._woken, self._bell.socket.fileno(), *self._memory.pidfds):
+                poller.register(fd, select.POLLIN)
+            ready = {fd for fd, _ in poller.poll(POLL_S * 1e3)}
+            if self._woken in ready:
+                return ""
+            self._bell.clear()
+            if ready - {self._bell.socket.fileno()}:
+                self._memory.bury()
+            self._sealer.submit_captured()
+            if not self._sealer.is_alive:
+                raise SystemExit("the thread that seals has died: see above")
+            reason = self._memory.why_end()
+            if reason:
+                return reason
+
+    def _finish(self, services: Services) -> bool:
+        """Seal and drain what is there. False if the keeper was asked to end meanwhile."""
+        finish_s = max(FINISH_PATIENCES * self._config.patience_s, FINISH_MIN_S)
+        self._sealer.close(self._config.patience_s)
+        closing = threading.Thread(
+            target=services.close, args=(finish_s,), name="keepstep-finish", daemon=True
+        )
+        closing.start()
+        while closing.is_alive():
+            closing.join(POLL_S)
+            if select.select([self._woken], [], [], 0)[0]:
+                self._control.close()
+                return False
+        self._control.close()
+        return True
+
+    def _leave(self, services: Services) -> None:
+        """End, with the memory as it is: what was captured is sealed."""
+        self._sealer.submit_captured()
+        self._control.close()
+        self._sealer.close(self._config.patience_s)
+        services.close(LEAVE_S)
+
+    def _on_sealed(self, shelved: Shelved) -> None:
+        if self._services is not None:
+            self._services.sealed(shelved)
+
+    def _on_promise(self, generation: int) -> None:
+        if self._services is not None:
+            self._services.promised(generation)
+
+    def _status(self) -> dict[str, object]:
+        return {} if self._services is None else self._services.status()
+
+    def _on_refused(self, sentence: str) -> None:
+        self._events.tell("client_refused", sentence)
+
+    def _read_record(self) -> KeeperRecord:
+        record = read_record(self._place.keeper_json)
+        if not self._place.pool.exists():
+            return KeeperRecord(
+                address=record.address, generation=record.generation, term=record.term
+            )
+        return record
+
+
+def _port_of(address: str) -> int:
+    port = address.rpartition(":")[2]
+    return int(port) if port.isdigit() else 0
+
+
+def _wake_pipe() -> tuple[int, int]:
+    """A pipe that becomes readable when the process is asked to end."""
+    woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    return wake, woken
+
+
+def _hold(place: HostDir, config: KeeperConfig) -> tuple[HostDir, HostLock]:
+    """Become the keeper of the directory, which an ending keeper may be removing."""
+    while True:
+        try:
+            return place, place.hold()
+        except FileNotFoundError:
+            place = make_host_dir(Path(config.shm_dir), config.job, config.host)
+
+
+def main(arguments: list[str]) -> int:
+    """Run a keeper. Exit code 0: ended as it should; 2: bad configuration; 3: there is one."""
+    os.umask(0o077)
+    if len(arguments) != 1:
+        sys.stderr.write("usage: python -m keepstep.ckpt.keeper CONFIG.json\n")
+        return 2
+    try:
+        config = read_config(Path(arguments[0]))
+        events = KeeperEvents(config)
+        place = make_host_dir(Path(config.shm_dir), config.job, config.host)
+    except (CheckpointError, OSError) as error:
+        sys.stderr.write(f"keeper: {error}\n")
+        return 2
+    try:
+        place, lock = _hold(place, config)
+    except KeeperRunning as error:
+        sys.stderr.write(f"keeper: {error}\n")
+        return 3
+    with lock:
+        Keeper(config, place, events).run()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # not held up by a thread that hangs in a store

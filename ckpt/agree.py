@@ -45,6 +45,23 @@ def all_gather_bytes(group: dist.ProcessGroup | None, data: bytes) -> list[bytes
     return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
 
+def broadcast_bytes(group: dist.ProcessGroup | None, data: bytes) -> bytes:
+    """The `data` of the group's first rank, on all of them; blocking. A collective.
+
+    What the others give is not looked at. For what is too large to be gathered from everybody.
+    """
+    size = torch.tensor([len(data)], dtype=torch.int64)
+    dist.broadcast(size, group=group, group_src=0)
+    length = int(size.item())
+    if length == 0:
+        return b""
+    block = torch.zeros(length, dtype=torch.uint8)
+    if dist.get_rank(group) == 0:
+        block.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(block, group=group, group_src=0)
+    return block.numpy().tobytes()
+
+
 def gather_structure(group: dist.ProcessGroup | None, registry: Registry) -> Structure:
     """The structure of all ranks of the mesh, on each of them. A collective, once a run.
 

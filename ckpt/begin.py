@@ -9,121 +9,40 @@ appended, and only then anything is changed in memory; last the ranks enter it a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
 import torch.distributed as dist
 
-from keepstep.ckpt.address import Address
-from keepstep.ckpt.control import Entered
-from keepstep.ckpt.entry import Parent
-from keepstep.ckpt.errors import CheckpointError
-from keepstep.ckpt.inventory import HostAddress
-from keepstep.ckpt.keeper_client import KeeperClient
-from keepstep.ckpt.load import Staged
+from keepstep.ckpt.agree import OtherRanksFailed, agree, all_gather_bytes, broadcast_bytes
+from keepstep.ckpt.beginning import BeginRefused, Begun, Home, Wanted
+from keepstep.ckpt.candidates import Place
+from keepstep.ckpt.choice import NO_PROOF, Chooser, Told
+from keepstep.ckpt.control import Enter, Entered
+from keepstep.ckpt.errors import CheckpointError, NotRestorable, StructureMismatch
+from keepstep.ckpt.hostdir import HostDir
+from keepstep.ckpt.inventory import HostAddress, Inventory
+from keepstep.ckpt.lineage import state_words
+from keepstep.ckpt.load import Loading, Staged
 from keepstep.ckpt.log import Log
-from keepstep.ckpt.manifest import Manifest, State
+from keepstep.ckpt.manifest import decode_manifest
+from keepstep.ckpt.mosaic import Distance
+from keepstep.ckpt.pool import Pool
+from keepstep.ckpt.pool_store import PoolStore
+from keepstep.ckpt.process import this_process
 from keepstep.ckpt.registry import Registry
+from keepstep.ckpt.restore import Options
+from keepstep.ckpt.sources import Sources
 from keepstep.ckpt.structure import Structure
+from keepstep.ckpt.survey import decode_inventories, racks_of
+from keepstep.ckpt.together import Crew, Outcome, Together, words
+from keepstep.storage.errors import StoreError
+from keepstep.storage.locate import open_store
 from keepstep.storage.store import Store
-from keepstep.storage.token import Token
 
-
-class BeginRefused(CheckpointError):
-    """The run cannot begin here; nothing was changed. On all ranks alike."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
-    """This rank's host.
-
-    Attributes:
-        host: its id, unique among the job's hosts.
-        rack: the failure domain above it; "" if none is known.
-        keeper: connected, not attached yet; None: without memory and disk tiers.
-        host_dir: the host directory (pool, staging file); None without a keeper.
-        disk_dir: root of the disk tier; None for none.
-        token: for other hosts' keepers; None: these are not asked.
-        timeout_s: how long a peer may be silent.
-    """
-
-    host: str
-    rack: str = ""
-    keeper: KeeperClient | None = None
-    host_dir: Path | None = None
-    disk_dir: Path | None = None
-    token: Token | None = None
-    timeout_s: float = 10.0
-
-
-def _apply(staged: Staged) -> None:
-    staged.apply()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What is to begin. The same on all ranks, but for `header`.
-
-    Attributes:
-        job: the job's name.
-        by: who takes the term, for people.
-        config: of the run, as JSON: for people and for `show`.
-        header: this rank's unsealed image header (`Snapshots.header`); b"" if it owns nothing.
-        image_bytes_max: the largest image that this rank may get.
-        init_from: the checkpoint of another run to begin from, if there is nothing to resume.
-        weights_only: leave that one's optimizer state.
-        refuse: why a state's manifest is not of this run; "" if it is. Asked on rank 0.
-        apply: applies what was staged; for who has something to put back afterwards.
-        threads: that read and verify: this rank's share of the host's cores.
-        tell: `tell(kind, reason, **details)`: an event of this rank.
-    """
-
-    job: str
-    by: str
-    config: dict[str, Any] = field(default_factory=dict)
-    header: bytes = b""
-    image_bytes_max: int = 0
-    init_from: Address | None = None
-    weights_only: bool = False
-    refuse: Callable[[Manifest], str] = lambda manifest: ""
-    apply: Callable[[Staged], None] = _apply
-    threads: int = 1
-    tell: Callable[..., None] = lambda kind, reason, **details: None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """How it began.
-
-    Attributes:
-        generation: its number.
-        term: under which its commits are appended.
-        base: the state it goes on from; None: from nothing, or from `parent`.
-        manifest: of `base`.
-        is_committed: whether `base` had a commit.
-        parent: the checkpoint of another run that its weights are of.
-        passed_over: newer states that could not be had, newest first, with what was wrong.
-        addresses: the generation's hosts; `hosts`: of all ranks, index into these.
-        entered: this rank's place in the pool; None without a keeper.
-        restore_s: from the decision to the state being in memory.
-        read_bytes: read and verified for it by all ranks, by where they came from ("memory",
-            "peer", "disk", "store").
-    """
-
-    generation: int
-    term: int
-    base: State | None
-    manifest: Manifest | None
-    is_committed: bool
-    parent: Parent | None
-    passed_over: tuple[str, ...]
-    addresses: tuple[HostAddress, ...]
-    hosts: tuple[int, ...]
-    entered: Entered | None
-    restore_s: float
-    read_bytes: Mapping[str, int]
+__all__ = ["BeginRefused", "Begun", "Home", "Wanted", "begin"]
 
 
 def begin(
@@ -150,4 +69,323 @@ def begin(
         NotRestorable: there are states, and none could be restored; likewise.
         CheckpointError, StoreError: otherwise.
     """
-    raise NotImplementedError
+    chooser = None if log is None else Chooser(store, log, home, wanted)
+    return _Beginning(group, registry, structure, store, chooser, home, wanted).run()
+
+
+class _Member(msgspec.Struct, frozen=True):
+    """What a rank says of its host."""
+
+    host: str
+    rack: str
+    address: str
+    problem: str = ""
+
+
+class _Beginning:
+    """The collective, step by step, on one rank."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        registry: Registry,
+        structure: Structure,
+        store: Store,
+        chooser: Chooser | None,
+        home: Home,
+        wanted: Wanted,
+    ) -> None:
+        self._group = group
+        self._registry = registry
+        self._structure = structure
+        self._store = store
+        self._chooser = chooser
+        self._home = home
+        self._wanted = wanted
+        self._rank = dist.get_rank(group)
+        self._passed_over: list[str] = []
+        self._inventories: tuple[Inventory, ...] = ()
+
+    def run(self) -> Begun:
+        """All of it."""
+        started_s = time.monotonic()
+        members = self._meet()
+        hosts, ordered = _hosts_of(members)
+        crew = self._crew(hosts)
+        told = self._tell(lambda chooser: chooser.take_term())
+        generation, term = told.generation, told.term
+        self._inventories = self._take_inventories(generation, term, crew, ordered)
+        base, staged = None, None
+        with contextlib.closing(_Pool(self._home, self._wanted.tell)) as pool:
+            try:
+                base, staged = self._stage(generation, crew, pool.store)
+                chosen = base
+                self._tell(
+                    lambda chooser: chooser.append(
+                        chosen, generation, self._structure.mesh, hosts, ordered, self._passed_over
+                    )
+                )
+                self._apply(staged)
+            finally:
+                if staged is not None:
+                    staged.close()
+        entered = self._enter(base, generation, term, crew, ordered, hosts)
+        read_bytes = self._sum({} if staged is None else staged.read_bytes)
+        return Begun(
+            generation=generation,
+            term=term,
+            base=base.state,
+            manifest=None if base.state is None else decode_manifest(base.manifest, "manifest"),
+            is_committed=base.is_committed,
+            parent=base.parent,
+            passed_over=tuple(self._passed_over),
+            addresses=ordered,
+            hosts=hosts,
+            entered=entered,
+            restore_s=time.monotonic() - started_s,
+            read_bytes=read_bytes,
+        )
+
+    # Who is there.
+
+    def _meet(self) -> list[_Member]:
+        """Attach to this host's keeper, and learn where everybody is."""
+        home = self._home
+        member = _Member(home.host, home.rack, "")
+        if home.keeper is not None:
+            me = this_process()
+            try:
+                attached = home.keeper.attach(self._wanted.job, self._rank, me.pid, me.ticks)
+                member = _Member(attached.host, attached.rack, attached.address)
+                if attached.host != home.host:
+                    member = _Member(
+                        home.host, "", "", f"{home.host_dir} is that of host {attached.host}"
+                    )
+            except CheckpointError as error:
+                member = _Member(home.host, home.rack, "", str(error))
+        said = all_gather_bytes(self._group, msgspec.json.encode(member))
+        members = [msgspec.json.decode(data, type=_Member) for data in said]
+        problems = {rank: one.problem for rank, one in enumerate(members) if one.problem}
+        if problems:
+            raise BeginRefused(f"attaching to the keepers failed: {words(problems)}")
+        return members
+
+    def _crew(self, hosts: tuple[int, ...]) -> Crew:
+        ranks = tuple(rank for rank, host in enumerate(hosts) if host == hosts[self._rank])
+        if self._home.host_dir is None:  # nothing that they could share
+            return Crew((self._rank,), 0, None)
+        return Crew(ranks, ranks.index(self._rank), self._home.host_dir)
+
+    def _tell(self, decide: Callable[[Chooser], Told]) -> Told:
+        """Rank 0's decision on every rank; its refusal is raised on every rank."""
+        error: Exception | None = None
+        told = Told()
+        if self._chooser is not None:
+            try:
+                told = decide(self._chooser)
+            except (CheckpointError, StoreError) as caught:
+                error = caught
+                told = Told(refused=str(caught), kind=type(caught).__name__)
+        data = broadcast_bytes(self._group, msgspec.json.encode(told))
+        told = msgspec.json.decode(data, type=Told)
+        if told.refused:
+            kind = NotRestorable if told.kind == NotRestorable.__name__ else BeginRefused
+            raise kind(told.refused) from error
+        return told
+
+    def _take_inventories(
+        self, generation: int, term: int, crew: Crew, ordered: Sequence[HostAddress]
+    ) -> tuple[Inventory, ...]:
+        """Have all keepers promise, and learn what they have. On every rank: where to read."""
+        data, problem = b"", ""
+        keeper = self._home.keeper
+        if keeper is not None and crew.index == 0:
+            try:
+                data = msgspec.json.encode(keeper.take_inventory(generation, term))
+            except CheckpointError as error:
+                problem = str(error)
+        _agree(self._group, "asking the keepers what they have", problem or None)
+        found = decode_inventories(all_gather_bytes(self._group, data))
+        members = [one.host for one in ordered]
+
+        told = self._tell(lambda chooser: chooser.ask_others(members, generation, term))
+        return (*found, *told.others)
+
+    # What to go on from.
+
+    def _stage(self, generation: int, crew: Crew, pool: Store | None) -> tuple[Told, Staged | None]:
+        """Stage the newest state that can be had wholly; note what was wrong with newer ones."""
+        while True:
+            told = self._tell(lambda chooser: chooser.next(self._inventories, self._passed_over))
+            self._passed_over += told.passed_over
+            if told.parent is not None:
+                return told, self._stage_parent(told, generation, crew)
+            if told.state is None:
+                return told, None
+            here = Distance(self._home.host, racks_of(self._inventories))
+            sources = Sources(
+                here,
+                store=self._store,
+                pool=pool,
+                disk_dir=self._home.disk_dir,
+                addresses={one.host: one.address for one in self._inventories},
+                token=self._home.token,
+                timeout_s=self._home.timeout_s,
+            )
+            with sources:
+                outcome = self._load(told, sources, generation, crew, Options(), str)
+            if outcome.staged is not None:
+                return told, outcome.staged
+            doing = f"restoring {state_words(told.state)}"
+            if outcome.misfit:
+                raise BeginRefused(f"{doing}: {words(outcome.misfit)}")
+            if outcome.trouble:
+                raise BeginRefused(f"{doing}: {words(outcome.trouble)}. {NO_PROOF}")
+            self._passed_over.append(
+                f"{doing} failed, and nothing was changed on any rank: {words(outcome.lost)}"
+            )
+
+    def _load(
+        self,
+        told: Told,
+        sources: Sources,
+        generation: int,
+        crew: Crew,
+        options: Options,
+        explain: Callable[[StructureMismatch], str],
+    ) -> Outcome:
+        manifest = decode_manifest(told.manifest, "the manifest that rank 0 told")
+        places = {
+            image: tuple(Place(tier, host) for tier, host in where)
+            for image, where in told.places.items()
+        }
+
+        def make() -> Loading:
+            return Loading(
+                self._registry,
+                self._structure,
+                manifest,
+                lambda image: sources.origins(places[image], image + crew.ranks[0]),
+                options,
+                self._wanted.threads,
+            )
+
+        together = Together(self._group, crew, f"stage-{generation}", self._wanted.tell)
+        return together.load(make, explain)
+
+    def _stage_parent(self, told: Told, generation: int, crew: Crew) -> Staged:
+        """Another run's weights, with its optimizer state if that was asked for."""
+        parent = told.parent
+        assert parent is not None
+        prefixes = ("model/",) if parent.weights_only else ("model/", "optimizer/")
+        theirs, problem = None, None
+        try:
+            theirs = open_store(parent.store)
+        except StoreError as error:
+            problem = str(error)
+        doing = f"--init-from {parent.store}@{parent.state.step}"
+        _agree(self._group, doing, problem)
+        with Sources(Distance(self._home.host, {}), store=theirs) as sources:
+            options = Options(prefixes=prefixes)
+            outcome = self._load(told, sources, generation, crew, options, _explain_parent)
+        if outcome.staged is None:
+            problems = outcome.misfit | outcome.lost | outcome.trouble
+            raise BeginRefused(f"{doing}: {words(problems)}; nothing was changed")
+        return outcome.staged
+
+    # Beginning.
+
+    def _apply(self, staged: Staged | None) -> None:
+        if staged is None:
+            return
+        problem = None
+        try:
+            self._wanted.apply(staged)
+        except CheckpointError as error:
+            problem = str(error)
+        agree(self._group, "applying what was restored", problem)
+
+    def _enter(
+        self,
+        base: Told,
+        generation: int,
+        term: int,
+        crew: Crew,
+        ordered: tuple[HostAddress, ...],
+        hosts: tuple[int, ...],
+    ) -> Entered | None:
+        """Enter the generation at this host's keeper."""
+        keeper, entered, problem = self._home.keeper, None, None
+        if keeper is not None:
+            request = Enter(
+                generation=generation,
+                term=term,
+                rank=self._rank,
+                ranks=crew.ranks,
+                hosts=hosts,
+                addresses=ordered,
+                committer=0,
+                base=base.state,
+                structure=self._structure,
+                header=self._wanted.header,
+                image_bytes_max=self._wanted.image_bytes_max,
+            )
+            try:
+                entered = keeper.enter(request)
+            except CheckpointError as error:
+                problem = str(error)
+        agree(self._group, f"entering generation {generation}", problem)
+        return entered
+
+    def _sum(self, read_bytes: Mapping[str, int]) -> dict[str, int]:
+        total: dict[str, int] = {}
+        for data in all_gather_bytes(self._group, msgspec.json.encode(read_bytes)):
+            for tier, size_bytes in msgspec.json.decode(data, type=dict[str, int]).items():
+                total[tier] = total.get(tier, 0) + size_bytes
+        return total
+
+
+class _Pool:
+    """This host's pool while states are staged from it; `store` is None if there is none."""
+
+    def __init__(self, home: Home, tell: Callable[..., None]) -> None:
+        self.store: PoolStore | None = None
+        self._pool: Pool | None = None
+        if home.host_dir is None:
+            return
+        try:
+            self._pool = Pool.open(HostDir(home.host_dir).pool)
+        except FileNotFoundError:
+            return
+        except (OSError, CheckpointError) as error:
+            tell("pool_unreadable", str(error))
+            return
+        self.store = PoolStore(self._pool)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+
+def _hosts_of(members: Sequence[_Member]) -> tuple[tuple[int, ...], tuple[HostAddress, ...]]:
+    """Of each rank, index into the hosts; and these, in the order of their first ranks."""
+    index: dict[str, int] = {}
+    ordered: list[HostAddress] = []
+    for member in members:
+        if member.host not in index:
+            index[member.host] = len(ordered)
+            ordered.append(HostAddress(member.host, member.rack, member.address))
+    return tuple(index[member.host] for member in members), tuple(ordered)
+
+
+def _explain_parent(error: StructureMismatch) -> str:
+    names = (*error.missing, *error.unexpected, *error.changed)
+    is_other_model = any(name.startswith("model/") for name in names)
+    return str(error) if is_other_model else f"{error}; for the weights alone give --weights-only"
+
+
+def _agree(group: dist.ProcessGroup | None, doing: str, problem: str | None) -> None:
+    try:
+        agree(group, doing, problem)
+    except OtherRanksFailed as error:
+        raise BeginRefused(str(error)) from error

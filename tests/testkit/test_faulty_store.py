@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from tests.kit.faulty_store import WRITES, Action, Crashed, Fault, FaultyStore
 
@@ -74,3 +77,53 @@ def test_a_call_that_fails_by_itself_can_be_struck_too() -> None:
     store = FaultyStore(MemoryStore(), Fault(Action.CRASH_AFTER))
     with pytest.raises(Crashed):
         store.get("nothing", 1)
+
+
+def test_what_is_slow_happens_later() -> None:
+    store = FaultyStore(MemoryStore(), Fault(Action.SLOW, seconds=0.05))
+    begun_s = time.monotonic()
+    store.put("a", b"1")
+    assert time.monotonic() - begun_s >= 0.05
+    assert store.get("a", 1) == b"1"
+
+
+def test_what_hangs_ends_when_it_is_released_and_has_not_happened() -> None:
+    store = FaultyStore(MemoryStore(), Fault(Action.HANG, operations=WRITES))
+    with ThreadPoolExecutor(1) as pool:
+        hanging = pool.submit(store.put, "a", b"1")
+        with pytest.raises(TimeoutError):
+            hanging.result(0.05)
+        store.release()
+        with pytest.raises(OutcomeUnknown):
+            hanging.result(120)
+    with pytest.raises(NotFound):
+        store.get("a", 1)
+
+
+def test_what_lands_late_is_what_was_put_then() -> None:
+    store = FaultyStore(MemoryStore(), Fault(Action.LAND_LATE, times=2, operations=WRITES))
+    data = bytearray(b"first")
+    with pytest.raises(OutcomeUnknown):
+        store.put("a", data)
+    with pytest.raises(OutcomeUnknown):
+        store.put_if_absent("b", b"late")
+    data[:] = b"other"
+    store.put("a", b"new")
+    store.put("b", b"taken")
+    store.land()
+    assert (store.get("a", 9), store.get("b", 9)) == (b"first", b"taken")
+
+
+@pytest.mark.parametrize(("action", "there"), [(Action.SHORT, b"12"), (Action.DAMAGE, b"1224")])
+def test_a_bad_store_says_that_all_is_well(action: Action, there: bytes) -> None:
+    inner = MemoryStore()
+    store = FaultyStore(inner, Fault(action, operations=WRITES))
+    store.put("a", b"1234")
+    assert inner.get("a", 9) == there
+    inner.put("b", b"1234")
+    store = FaultyStore(inner, Fault(action, times=3))
+    target = bytearray(b"....")
+    store.read_into("b", 0, memoryview(target))
+    assert target == there.ljust(4, b"\0")
+    assert store.get("b", 9) == store.get_range("b", 0, 4) == there
+    assert store.get("b", 9) == b"1234"

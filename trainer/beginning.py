@@ -9,7 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from keepstep.ckpt.begin import BeginRefused, Begun, Home, Wanted, begin
+from keepstep.ckpt.begin import begin
+from keepstep.ckpt.beginning import BeginRefused, Begun, Home, Wanted
 from keepstep.ckpt.keeper_client import KeeperClient
 from keepstep.ckpt.keeper_config import KeeperConfig
 from keepstep.ckpt.keeper_process import host_dir_of

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from keepstep.ckpt.agree import all_gather_bytes, gather_structure
-from keepstep.ckpt.begin import Begun
+from keepstep.ckpt.beginning import Begun
 from keepstep.ckpt.events import Events
 from keepstep.ckpt.keeper_client import KeeperClient
 from keepstep.ckpt.keeper_config import KeeperConfig

@@ -24,11 +24,19 @@ class OtherRanksFailed(CheckpointError):
         self.problems = problems
 
 
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """This process's number in `group`; 0 where nobody has joined a group: it is alone."""
+    return 0 if _is_alone(group) else dist.get_rank(group)
+
+
 def all_gather_bytes(group: dist.ProcessGroup | None, data: bytes) -> list[bytes]:
     """`data` of every rank of `group`, in the group's order; blocking. A collective.
 
-    `group` must move CPU tensors (gloo); None is the default group.
+    `group` must move CPU tensors (gloo); None is the default group, or nobody but this process
+    where there is none.
     """
+    if _is_alone(group):
+        return [data]
     world = dist.get_world_size(group)
     own_size = torch.tensor([len(data)], dtype=torch.int64)
     sizes = [torch.empty_like(own_size) for _ in range(world)]
@@ -50,6 +58,8 @@ def broadcast_bytes(group: dist.ProcessGroup | None, data: bytes) -> bytes:
 
     What the others give is not looked at. For what is too large to be gathered from everybody.
     """
+    if _is_alone(group):
+        return data
     size = torch.tensor([len(data)], dtype=torch.int64)
     dist.broadcast(size, group=group, group_src=0)
     length = int(size.item())
@@ -89,3 +99,7 @@ def agree(group: dist.ProcessGroup | None, doing: str, problem: str | None) -> N
     problems = {rank: text.decode("utf-8") for rank, text in enumerate(said) if text}
     if problems:
         raise OtherRanksFailed(doing, problems)
+
+
+def _is_alone(group: dist.ProcessGroup | None) -> bool:
+    return group is None and not dist.is_initialized()

@@ -16,7 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import torch.distributed as dist
 
-from keepstep.ckpt.agree import OtherRanksFailed, agree, all_gather_bytes, broadcast_bytes
+from keepstep.ckpt.agree import (
+    OtherRanksFailed,
+    agree,
+    all_gather_bytes,
+    broadcast_bytes,
+    rank_in,
+)
 from keepstep.ckpt.beginning import BeginRefused, Begun, Home, Wanted
 from keepstep.ckpt.candidates import Place
 from keepstep.ckpt.choice import NO_PROOF, Chooser, Told
@@ -102,7 +108,7 @@ class _Beginning:
         self._chooser = chooser
         self._home = home
         self._wanted = wanted
-        self._rank = dist.get_rank(group)
+        self._rank = rank_in(group)
         self._passed_over: list[str] = []
         self._inventories: tuple[Inventory, ...] = ()
 

@@ -160,8 +160,12 @@ class FaultyStore:
     def sweep(self, leftover: ObjectInfo) -> None:
         self._do("sweep", leftover.key, lambda _: self._inner.sweep(leftover))
 
+    def begin(self, operation: str, key: str) -> None:
+        """Called before each operation; a store made from this one may wait or raise here."""
+
     def _do(self, operation: str, key: str, call: Callable[[Buffer], T], data: Buffer = b"") -> T:
         """Call, with the data of a put; or what a fault makes of it."""
+        self.begin(operation, key)
         with self._lock:
             if self._dead:
                 raise Crashed(f"{operation} {key}: this process is dead")

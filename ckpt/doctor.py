@@ -83,7 +83,7 @@ def check_memory(directory: str, pool_bytes: int) -> list[Finding]:
 
 
 def _memory(directory: str, room: MemoryRoom, pool_bytes: int) -> Finding:
-    limit = "none" if room.limit_bytes is None else _size(room.limit_bytes)
+    limit = "none" if room.limit_left_bytes is None else f"{_size(room.limit_left_bytes)} left"
     what = (
         f"{room.mount} ({room.kind}) has {_size(room.size_bytes)}, {_size(room.free_bytes)} free;"
         f" the host has {_size(room.available_bytes)} available; container limit {limit}; a pool"
@@ -95,7 +95,7 @@ def _memory(directory: str, room: MemoryRoom, pool_bytes: int) -> Finding:
         "size_bytes": room.size_bytes,
         "free_bytes": room.free_bytes,
         "available_bytes": room.available_bytes,
-        "limit_bytes": room.limit_bytes,
+        "limit_left_bytes": room.limit_left_bytes,
         "room_bytes": room.room_bytes,
         "pool_bytes": pool_bytes,
     }
@@ -113,9 +113,9 @@ def _memory(directory: str, room: MemoryRoom, pool_bytes: int) -> Finding:
 
 def _grow(room: MemoryRoom, wanted_bytes: int) -> str:
     """What to do about the limit that is the tightest."""
-    if room.limit_left_bytes is not None and room.limit_left_bytes == room.room_bytes:
+    if room.limit_left_bytes is not None and room.limit_left_bytes <= room.free_bytes:
         return "raise the container's memory limit, which counts shared memory too"
-    if room.available_bytes == room.room_bytes:
+    if room.available_bytes <= room.free_bytes:
         return "free memory on this host, keep fewer slots or peers' copies, or use more hosts"
     gib = -(-wanted_bytes // (1 << 30))
     return (

@@ -7,16 +7,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from keepstep.ckpt.doctor import Figures, Finding, Verdict, failed
-from keepstep.ckpt.keys import HOSTS_PREFIX
-from keepstep.storage.errors import StoreError
+from keepstep.ckpt.host_hints import read_hints
 from keepstep.storage.store import Store
 from keepstep.storage.token import Token
 
 STATUS_PATH = "/v1/status"
-_HINT_BYTES_MAX = 1 << 16
 _ANSWER_BYTES_MAX = 1 << 20
 _PORT_MAX = 65_535
 
@@ -36,28 +32,14 @@ class Peer:
     generation: int | None = None
 
 
-class _Hint(msgspec.Struct, frozen=True):
-    """What is needed of a hint; see host_hints."""
-
-    address: str
-    generation: int = 0
-
-
 def hinted_peers(store: Store) -> list[Peer]:
     """The keepers that the store has a hint of, newest generation only. Raises StoreError.
 
-    Older generations' hosts need not be there any more. A hint that makes no sense is left out.
+    Older generations' hosts need not be there any more.
     """
-    peers = []
-    for info in store.list(HOSTS_PREFIX):
-        name = info.key.removeprefix(HOSTS_PREFIX).removesuffix(".json")
-        try:
-            hint = msgspec.json.decode(store.get(info.key, _HINT_BYTES_MAX), type=_Hint)
-        except (msgspec.DecodeError, StoreError):
-            continue  # a hint decides nothing
-        peers.append(Peer(name, hint.address, hint.generation))
-    newest = max((peer.generation or 0 for peer in peers), default=0)
-    return [peer for peer in peers if peer.generation == newest]
+    hints = sorted(read_hints(store).values(), key=lambda hint: hint.host)
+    newest = max((hint.generation for hint in hints), default=0)
+    return [Peer(h.host, h.address, h.generation) for h in hints if h.generation == newest]
 
 
 def check_peers(peers: Sequence[Peer], token: Token, timeout_s: float) -> list[Finding]:

@@ -19,6 +19,16 @@ def available_bytes(cgroups: Path = _CGROUPS, own: Path = Path("/proc/self/cgrou
     return min([_of_machine(), *_of_cgroups(cgroups, own)])
 
 
+def machine_bytes() -> int:
+    """What new allocations can have by the kernel alone, whatever a pod's limit is."""
+    return _of_machine()
+
+
+def limit_left_bytes(cgroups: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """What this process's cgroups leave; None if none of them has a limit."""
+    return min(_of_cgroups(cgroups, own), default=None)
+
+
 def _of_machine() -> int:
     try:
         with open("/proc/meminfo", encoding="ascii") as file:

@@ -10,14 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-_UNLIMITED = 1 << 60
-_CGROUP_V2 = ("memory.max", "memory.current", "memory.stat", "inactive_file")
-_CGROUP_V1 = (
-    "memory/memory.limit_in_bytes",
-    "memory/memory.usage_in_bytes",
-    "memory/memory.stat",
-    "total_inactive_file",
-)
+from keepstep.ckpt.host_memory import HEADROOM_BYTES, limit_left_bytes, machine_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +23,7 @@ class MemoryRoom:
         size_bytes: of that file system.
         free_bytes: in it.
         available_bytes: of the host's memory, without swapping.
-        limit_bytes: the container's memory limit; None: there is none.
-        limit_left_bytes: what is left of that.
+        limit_left_bytes: what a container's memory limit leaves; None: there is no limit.
     """
 
     mount: str
@@ -39,16 +31,15 @@ class MemoryRoom:
     size_bytes: int
     free_bytes: int
     available_bytes: int
-    limit_bytes: int | None
     limit_left_bytes: int | None
 
     @property
     def room_bytes(self) -> int:
         """What a new pool may have, by the tightest limit."""
-        left = [self.free_bytes, self.available_bytes]
+        left = [self.free_bytes, self.available_bytes - HEADROOM_BYTES]
         if self.limit_left_bytes is not None:
-            left.append(self.limit_left_bytes)
-        return min(left)
+            left.append(self.limit_left_bytes - HEADROOM_BYTES)
+        return max(0, min(left))
 
 
 def memory_room(directory: str) -> MemoryRoom:
@@ -61,15 +52,13 @@ def memory_room(directory: str) -> MemoryRoom:
         place = place.parent
     space = os.statvfs(place)
     mount, kind = _mount_of(place)
-    limit_bytes, left_bytes = _container_limit()
     return MemoryRoom(
         mount,
         kind,
         space.f_blocks * space.f_frsize,
         space.f_bavail * space.f_frsize,
-        _available_bytes(),
-        limit_bytes,
-        left_bytes,
+        machine_bytes(),
+        limit_left_bytes(),
     )
 
 
@@ -82,30 +71,3 @@ def _mount_of(place: Path) -> tuple[str, str]:
         if place.is_relative_to(mount) and len(mount) >= len(best[0]):
             best = (mount, kind)
     return best
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) * 1_024
-    raise OSError("/proc/meminfo has no line MemAvailable")
-
-
-def _container_limit(root: Path = Path("/sys/fs/cgroup")) -> tuple[int | None, int | None]:
-    """The memory limit of the control group, as seen from inside it, and what is left of it.
-
-    File pages that the kernel may drop at once count as free, as they do for kubelet.
-    """
-    for limit_name, usage_name, stat_name, droppable in (_CGROUP_V2, _CGROUP_V1):
-        try:
-            limit = (root / limit_name).read_text().strip()
-            usage_bytes = int((root / usage_name).read_text())
-            stat = dict(line.split() for line in (root / stat_name).read_text().splitlines())
-        except FileNotFoundError:
-            continue  # no such control group here, or its root, which has no limit
-        if limit == "max" or int(limit) >= _UNLIMITED:
-            continue
-        used_bytes = usage_bytes - int(stat.get(droppable, 0))
-        return int(limit), max(0, int(limit) - used_bytes)
-    return None, None

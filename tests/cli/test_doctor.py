@@ -28,7 +28,8 @@ from keepstep.ckpt.doctor import (
     place_for_store,
 )
 from keepstep.ckpt.doctor_peers import Peer, check_peers, hinted_peers
-from keepstep.ckpt.memory_room import MemoryRoom, _container_limit, memory_room
+from keepstep.ckpt.host_hints import HostHint, publish_hint
+from keepstep.ckpt.memory_room import MemoryRoom, memory_room
 from keepstep.cli import app
 from keepstep.storage.disk_trial import try_disk
 from keepstep.storage.errors import AlreadyExists, NoSpace
@@ -138,7 +139,6 @@ def room(**changes: int | None) -> MemoryRoom:
         "size_bytes": 8 * gib,
         "free_bytes": 8 * gib,
         "available_bytes": 16 * gib,
-        "limit_bytes": None,
         "limit_left_bytes": None,
     }
     return MemoryRoom("/dev/shm", "tmpfs", **(figures | changes))
@@ -153,7 +153,7 @@ def room(**changes: int | None) -> MemoryRoom:
         ({"size_bytes": 64 << 20, "free_bytes": 64 << 20}, 0, Verdict.FAILED, "--shm-size=1g"),
         ({"available_bytes": 1 << 30}, 4, Verdict.FAILED, "free memory on this host"),
         (
-            {"limit_bytes": 4 << 30, "limit_left_bytes": 3 << 30},
+            {"limit_left_bytes": 3 << 30},
             4,
             Verdict.FAILED,
             "raise the container's memory limit",
@@ -175,27 +175,6 @@ def test_a_directory_on_a_disk_is_no_shared_memory(tmp_path: Path) -> None:
     assert memory.verdict is Verdict.FAILED
     assert "tmpfs" in memory.fix
     assert directory.verdict is Verdict.GOOD
-
-
-@pytest.mark.parametrize(
-    ("limit", "usage", "expected"),
-    [("max", "100", (None, None)), ("1000", "700", (1000, 500)), ("1000", "5000", (1000, 0))],
-)
-def test_a_containers_limit_is_read_in_either_form(
-    tmp_path: Path, limit: str, usage: str, expected: tuple[int | None, int | None]
-) -> None:
-    new, old = tmp_path / "new", tmp_path / "old"
-    (old / "memory").mkdir(parents=True)
-    new.mkdir()
-    (new / "memory.max").write_text(limit + "\n")
-    (new / "memory.current").write_text(usage + "\n")
-    (new / "memory.stat").write_text("anon 1\ninactive_file 200\n")
-    unlimited = str(1 << 62)
-    (old / "memory/memory.limit_in_bytes").write_text(limit.replace("max", unlimited))
-    (old / "memory/memory.usage_in_bytes").write_text(usage)
-    (old / "memory/memory.stat").write_text("inactive_file 9\ntotal_inactive_file 200\n")
-    assert _container_limit(new) == _container_limit(old) == expected
-    assert _container_limit(tmp_path / "none") == (None, None)
 
 
 def directory_of(path: Path) -> Finding:
@@ -461,8 +440,7 @@ def test_one_who_listens_and_says_nothing_fails_in_time() -> None:
 def test_peers_come_from_the_hints_of_the_newest_generation(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     for host, generation in (("h0", 2), ("h1", 1), ("h2", 2)):
-        hint = {"address": f"{host}:80", "at": 1.0, "generation": generation}
-        store.put(f"hosts/{host}.json", json.dumps(hint).encode())
+        publish_hint(store, HostHint(host, f"{host}:80", "2026-01-01T00:00:00Z", generation))
     store.put("hosts/h3.json", b"not JSON")
     store.put("hosts/h4.json", b"[]")
     assert hinted_peers(store) == [Peer("h0", "h0:80", 2), Peer("h2", "h2:80", 2)]
@@ -471,8 +449,8 @@ def test_peers_come_from_the_hints_of_the_newest_generation(tmp_path: Path) -> N
 
 def test_the_command_asks_the_hinted_and_the_named(tmp_path: Path, tmpfs: str) -> None:
     with keeper(TOKEN) as one, keeper("another-token-0123456789") as two:
-        hint = json.dumps({"address": one, "at": 1.0, "generation": 1}).encode()
-        FileStore(tmp_path).put("hosts/h0.json", hint)
+        hint = HostHint("h0", one, "2026-01-01T00:00:00Z", 1)
+        publish_hint(FileStore(tmp_path), hint)
         words = ("--store", str(tmp_path), "--shm-dir", tmpfs, "--timeout", "60")
         env = {"KEEPSTEP_TOKEN": TOKEN}
         code, found = findings(*words, env=env)

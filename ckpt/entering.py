@@ -17,7 +17,7 @@ from keepstep.ckpt.keeper_memory import KeeperMemory
 from keepstep.ckpt.manifest import State
 from keepstep.ckpt.peers import choose
 from keepstep.ckpt.pool_errors import PoolTooLarge
-from keepstep.ckpt.pool_table import Seat, SlotStatus, Writer
+from keepstep.ckpt.pool_table import Owner, Seat, SlotStatus, Writer
 from keepstep.ckpt.structures import Structures, check_sound
 from keepstep.ckpt.tenure import Tenure
 
@@ -149,8 +149,8 @@ def _seat(memory: KeeperMemory, enter: Enter, writer: Writer) -> Seat:
             )
         sitting.leave()
     for seat in memory.pool.seats:
-        if seat.is_taken and seat.writer == writer:
-            seat.leave()  # this process, in an older generation
+        if seat.is_taken and seat.writer == writer and seat.generation < enter.generation:
+            memory.dismiss(seat)
     free = [seat for seat in memory.pool.seats if not seat.is_taken]
     if not free:
         raise Refusal(f"all {len(memory.pool.seats)} seats of this host are taken")
@@ -160,13 +160,8 @@ def _seat(memory: KeeperMemory, enter: Enter, writer: Writer) -> Seat:
 
 def _slots(memory: KeeperMemory, enter: Enter, writer: Writer) -> tuple[int, ...]:
     """The rank's slots, assigned to it, first the one to begin with."""
-    slots = memory.pool.slots
-    owned = []
-    for row in memory.rows():
-        if row.owner == writer and row.capacity_bytes >= enter.image_bytes_max:
-            owned.append(row.index)
-        elif row.owner == writer:
-            slots[row.index].unassign()
+    owner = Owner(writer, enter.rank)
+    owned = [slot.index for slot in memory.pool.slots if slot.owner == owner]
     pinned = memory.pinned()
     choice = choose_own(
         memory.rows(),

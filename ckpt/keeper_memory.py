@@ -33,7 +33,7 @@ from keepstep.ckpt.manifest import State
 from keepstep.ckpt.pidfd import has_exited, watch_process
 from keepstep.ckpt.pool import Pool, Slot
 from keepstep.ckpt.pool_errors import PoolDamaged
-from keepstep.ckpt.pool_table import Seat, SlotStatus, Writer
+from keepstep.ckpt.pool_table import Owner, Seat, SlotStatus, Writer
 from keepstep.ckpt.process import this_process
 from keepstep.ckpt.shelf import Shelf, Shelved
 from keepstep.ckpt.structures import Structures
@@ -137,9 +137,23 @@ class KeeperMemory:
         with self.lock:
             if is_finished and self.tenure is not None and rank in self.tenure.ranks:
                 self._finished.setdefault(self.tenure.generation, set()).add(rank)
-            if writer in self._pidfds:
+            seats = [seat for seat in self.pool.seats if seat.is_taken and seat.writer == writer]
+            others = [seat for seat in seats if seat.rank != rank]
+            for seat in seats:
+                if seat not in others:
+                    self.dismiss(seat)
+            if writer in self._pidfds and not others:
                 self._go(writer)
             self._take_back()
+
+    def dismiss(self, seat: Seat) -> None:
+        """Nobody sits there any more, and what was assigned to who did is nobody's."""
+        with self.lock:
+            owner = Owner(seat.writer, seat.rank)
+            for slot in self.pool.slots:
+                if slot.owner == owner:
+                    slot.unassign()
+            seat.leave()
 
     def why_end(self) -> str:
         """Why this keeper and its memory are needed no more; "" if they are.

@@ -141,7 +141,9 @@ class Snapshots:
         is_as_planned = self._registry.version == self._version
         return not is_as_planned or self._registry.state_count() != self._state_count
 
-    def open(self, entered: Entered, generation: int, slot_count: int) -> None:
+    def open(
+        self, entered: Entered, generation: int, slot_count: int, *, is_from_nothing: bool = False
+    ) -> None:
         """Take the slots that the keeper gave, and put the update guard on the optimizers.
 
         Blocking: this process's page tables are filled, and with CUDA the memory is locked.
@@ -151,6 +153,8 @@ class Snapshots:
             generation: under which states are named.
             slot_count: the least number of slots that any rank got which got any: the same on all
                 ranks, for they skip alike. 2 or more.
+            is_from_nothing: the generation has no base, so no slot holds anything that a later
+                beginning may need: the same on all ranks.
 
         Raises:
             WrongMoment: if it is open.
@@ -161,7 +165,7 @@ class Snapshots:
         if self._opened is not None:
             raise WrongMoment("the snapshots are open already; close them first")
         self._values()
-        rule = SlotRule(slot_count, first_alone=True)
+        rule = SlotRule(slot_count, first_alone=not is_from_nothing)
         pool = Pool.open(Path(entered.pool))
         slots = tuple(pool.slots[index] for index in entered.slots[:slot_count])
         streams = Streams()

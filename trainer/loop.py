@@ -175,7 +175,9 @@ class _Run:
         assert entered is not None  # there was a keeper
         slot_count = min((n for n in self._gather(len(entered.slots)) if n), default=2)
         base_step = 0 if begun.base is None else begun.base.step
-        self._snapshots.open(entered, begun.generation, slot_count)
+        self._snapshots.open(
+            entered, begun.generation, slot_count, is_from_nothing=begun.base is None
+        )
         is_committed = begun.base is not None and begun.is_committed
         self._capturing = Capturing(
             self._snapshots,
@@ -244,9 +246,8 @@ class _Run:
         indices, end = take(first, config.batch.global_batch, position.skipped_ranges())
         mine = share(indices, config.parallel.dp, self._grid.place.dp)
         lr = learning_rate(step, config.optim)
-        stop: Entry = ("max", float(self._stop.is_requested))
-        asked = {"stop": stop, **capturing.entries(step)}
-        numbers = self._trainable.step(_batch(self._job.corpus.batch(mine)), lr, asked)
+        batch = _batch(self._job.corpus.batch(mine))
+        numbers = self._trainable.step(batch, lr, lambda: self._entries(capturing, step))
         position.step, position.cursor = step, end
         if not numbers.applied:
             position.skipped.append([first, end])
@@ -259,6 +260,10 @@ class _Run:
         if config.run.evaluate_every and step % config.run.evaluate_every == 0:
             self._evaluate(step)
         return should_stop
+
+    def _entries(self, capturing: Capturing, step: int) -> dict[str, Entry]:
+        """What rides on the step's reduction."""
+        return {"stop": ("max", float(self._stop.is_requested)), **capturing.entries(step)}
 
     def _note(
         self,

@@ -8,7 +8,7 @@ gives every rank the same loss, norm and bytes; clip; the gated optimizer step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -88,16 +88,17 @@ class Trainable:
         return pp_coordinates(name, model.layers, self.config.parallel, model.tied)
 
     def step(
-        self, batch: Batch, lr: float, extra: Mapping[str, Entry] | None = None
+        self, batch: Batch, lr: float, extra: Callable[[], Mapping[str, Entry]] = dict
     ) -> StepNumbers:
         """One optimizer step at rate `lr`. Collective over all ranks.
 
-        `extra`: numbers of the caller that ride on the step's reduction, each with its operation;
-        all ranks must give the same names and operations.
+        `extra`: numbers of the caller that ride on the step's reduction, each with its operation,
+        asked for when the gradients are complete; all ranks must give the same names and
+        operations.
         """
-        entries = dict(extra or {})
         with self.meter.counting():
             share, valid = self.backward(batch)
+        entries = dict(extra())
         totals = self._reduce(share, entries)
         with self.meter.counting():  # nothing is sent here; if it were, the next step would show it
             total_norm = totals[1].sqrt()

@@ -19,6 +19,7 @@ from aiohttp import web
 from keepstep.ckpt import plane_messages as messages
 from keepstep.ckpt.document import encode, shortened
 from keepstep.ckpt.errors import CheckpointError
+from keepstep.ckpt.inventory import Inventory
 from keepstep.ckpt.keeper_config import KeeperConfig
 from keepstep.ckpt.keeper_errors import Refusal
 from keepstep.ckpt.manifest import GENERATION_MAX, STEP_MAX, State
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _NUMBER = re.compile(r"[0-9]{1,12}")
-_CORE_THREADS = 4
+_CORE_THREADS = 16
 _OFFER_THREADS = 32
 _READ_THREADS = 32
 _CLOSE_S = 5.0
@@ -117,12 +118,15 @@ class DataPlane:
         return call
 
     async def _inventory(self, request: web.Request) -> web.StreamResponse:
-        return _json(encode(await self._ask(self._answers.inventory)))
+        return await self._patient(request, self._core, self._answers.inventory)
 
     async def _take_inventory(self, request: web.Request) -> web.StreamResponse:
         ask = _decoded(await read_bounded(request, messages.ASK_BYTES_MAX), messages.Ask)
-        taken = await self._ask(lambda: self._answers.take_inventory(ask.generation, ask.term))
-        return _json(encode(taken))
+
+        def take() -> Inventory:
+            return self._answers.take_inventory(ask.generation, ask.term)
+
+        return await self._patient(request, self._core, take)
 
     async def _describe(self, request: web.Request) -> web.StreamResponse:
         generation = _number(request, "generation", GENERATION_MAX)
@@ -142,20 +146,30 @@ class DataPlane:
         return _json(msgspec.json.encode(await self._ask(self._answers.status)))
 
     async def _offer(self, request: web.Request) -> web.StreamResponse:
-        """Says a space now and then while the image is being pulled: somebody is there."""
         offer = _decoded(await read_bounded(request, messages.OFFER_BYTES_MAX), messages.Offer)
-        loop = asyncio.get_running_loop()
-        pulling = loop.run_in_executor(self._offers, self._receiver.receive, offer)
+        return await self._patient(request, self._offers, lambda: self._receiver.receive(offer))
+
+    async def _patient(
+        self,
+        request: web.Request,
+        threads: ThreadPoolExecutor,
+        call: Callable[[], msgspec.Struct],
+    ) -> web.StreamResponse:
+        """The answer to what may take long: a space now and then says that somebody is there.
+
+        Once there was one, the status is 200, and the body alone says whether it went well.
+        """
+        running = asyncio.get_running_loop().run_in_executor(threads, call)
         response = None
-        while not (await asyncio.wait([pulling], timeout=self._config.patience_s / 4))[0]:
+        while not (await asyncio.wait([running], timeout=self._config.patience_s / 4))[0]:
             if response is None:
                 response = web.StreamResponse(headers={"Content-Type": "application/json"})
                 await response.prepare(request)
             await response.write(b" ")
         if response is None:
-            return _json(encode(pulling.result()))
+            return _json(encode(running.result()))
         try:
-            answer: msgspec.Struct = pulling.result()
+            answer = running.result()
         except CheckpointError as error:
             _, answer = messages.refused(error)
         await response.write(encode(answer))

@@ -78,14 +78,7 @@ class PlaneClient:
         """
         body = msgspec.json.encode(offer)
         with self._answer("POST", "/v1/offer", body) as answer:
-            data = answer.read(messages.OFFER_BYTES_MAX)
-        try:
-            told: messages.OfferAnswer = msgspec.json.decode(data, type=messages.OfferAnswer)
-        except (msgspec.MsgspecError, UnicodeError) as error:
-            raise Refusal(f"{self.address} gave no answer of ours: {str(error)[:200]}") from error
-        if isinstance(told, messages.PlaneRefused):
-            raise messages.error_of(told, self.address)
-        return told
+            return self._decoded(answer.read(messages.OFFER_BYTES_MAX), messages.Accepted)
 
     def _get(self, path: str, type_: type[T]) -> T:
         with self._answer("GET", path) as answer:
@@ -114,7 +107,14 @@ class PlaneClient:
             return Refusal(f"{self.address} answered with status {answer.status} and no reason")
 
     def _decoded(self, data: bytes, type_: type[T]) -> T:
+        """The answer; or the error, if it was refused after the status had been sent."""
         try:
             return msgspec.json.decode(data, type=type_)
         except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
-            raise Refusal(f"{self.address} gave no answer of ours: {str(error)[:200]}") from error
+            fault = str(error)
+        try:
+            told = msgspec.json.decode(data, type=messages.PlaneRefused)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
+            reason = f"{self.address} gave no answer of ours: {fault[:200]}"
+            raise Refusal(reason) from error
+        raise messages.error_of(told, self.address)

@@ -8,13 +8,11 @@
     GET  /v1/status                      for people
     GET, HEAD /v1/memory/KEY, /v1/disk/KEY    see `storage.peer_wire`
 
-What is refused is answered with a `PlaneRefused`. The answer to an offer that takes long begins
-with spaces, one now and then, so that the sender sees that somebody is there.
+What is refused is answered with a `PlaneRefused`. An answer that takes long begins with spaces, one
+now and then, so that whoever asks sees that somebody is there; its status says nothing then.
 """
 
 from __future__ import annotations
-
-from typing import TypeAlias
 
 import msgspec
 
@@ -80,9 +78,6 @@ class PlaneRefused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fi
     message: str
     generation: int = -1
     term: int = -1
-
-
-OfferAnswer: TypeAlias = Accepted | PlaneRefused
 
 
 class PullFailed(KeeperError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
@@ -133,8 +133,8 @@ class _Course:
         with self.changed:
             self.ledger.sealed(rank, state.step)
             self._images[rank, state.step] = shelved
-            self._report(rank)
-            self.changed.notify_all()
+            levels = self._settled((rank,))
+        self._report(levels)
 
     def following(self, peer: str) -> Shelved | None:
         """What to offer next; waits for it. None: the course is over."""
@@ -148,36 +148,32 @@ class _Course:
                 self.changed.wait()
 
     def acked(self, peer: str, shelved: Shelved) -> None:
-        rank = shelved.rank
         with self.changed:
-            is_back = self.ledger.acked(peer, rank, shelved.state.step)
-            self._settle(rank)
-            if is_back:
-                for each in self.tenure.ranks:
-                    self._report(each)
+            is_back = self.ledger.acked(peer, shelved.rank, shelved.state.step)
+            levels = self._settled(self.tenure.ranks if is_back else (shelved.rank,))
+        self._report(levels)
         if is_back:
             self._event("protected", f"host {peer} has copies of the newest images again", peer)
 
     def dropped(self, peer: str, shelved: Shelved) -> None:
         with self.changed:
             self.ledger.dropped(peer, shelved.rank, shelved.state.step)
-            self._settle(shelved.rank)
+            self._settled((shelved.rank,))
 
     def lost(self, peer: str, reason: str) -> None:
         with self.changed:
-            is_new = self.ledger.lost(peer)
-            if is_new:
-                for rank in self.tenure.ranks:
-                    self._settle(rank)
-        if is_new:
-            self._event(
-                "unprotected",
-                f"host {peer} has taken no copy for {self.replicator.patience_s:g} s; until it is "
-                f"back, images count as safe in this host's own memory alone: {reason}",
-                peer,
-            )
-            for rank in self.tenure.ranks:
-                self.replicator.reporter.failed(rank)
+            if not self.ledger.lost(peer):
+                return
+            levels = self._settled(self.tenure.ranks)
+        self._report(levels)
+        self._event(
+            "unprotected",
+            f"host {peer} has taken no copy for {self.replicator.patience_s:g} s; until it is "
+            f"back, images count as safe in this host's own memory alone: {reason}",
+            peer,
+        )
+        for rank in self.tenure.ranks:
+            self.replicator.reporter.failed(rank)
 
     def restarted(self, peer: str) -> None:
         with self.changed:
@@ -231,19 +227,20 @@ class _Course:
             self.ledger.is_lost(peer) or not self.ledger.owed(peer) for peer in peers
         )
 
-    def _settle(self, rank: int) -> None:
-        """Report, and forget the images of `rank` that nobody is owed any more."""
-        self._report(rank)
-        owed = self.ledger.owed_steps(rank)
-        for key in [key for key in self._images if key[0] == rank and key[1] not in owed]:
-            if key[1] < self.ledger.newest(rank):
+    def _settled(self, ranks: Collection[int]) -> dict[int, int]:
+        """The levels to report. Forgets the images that nobody is owed any more."""
+        for rank in ranks:
+            owed = self.ledger.owed_steps(rank) | {self.ledger.newest(rank)}
+            for key in [key for key in self._images if key[0] == rank and key[1] not in owed]:
                 del self._images[key]
         self.changed.notify_all()
+        return {rank: self.ledger.level(rank) for rank in ranks}
 
-    def _report(self, rank: int) -> None:
-        level = self.ledger.level(rank)
-        if level >= 0:
-            self.replicator.reporter.acked(rank, level)
+    def _report(self, levels: Mapping[int, int]) -> None:
+        """Not under the lock: the core, which has its own, may be calling `sealed` just now."""
+        for rank, level in levels.items():
+            if level >= 0:
+                self.replicator.reporter.acked(rank, level)
 
     def _event(self, kind: str, reason: str, peer: str) -> None:
         self.replicator.reporter.event(

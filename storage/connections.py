@@ -8,13 +8,18 @@ not a byte of an answer came, a request that may be made twice is made again on 
 from __future__ import annotations
 
 import http.client
+import io
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from keepstep.storage.store import Buffer
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 PIECE_BYTES = 1 << 20
 """How much is read before the caller may look at it; and how much before time is looked at."""
@@ -31,6 +36,22 @@ class NotConnected(OSError):
 
 class ConnectionFailed(OSError):
     """The connection broke, hung, or the answer is no HTTP: the server may have done anything."""
+
+
+class _Arriving(io.BufferedReader):
+    """Gives what has arrived, without waiting until all that was asked for is there."""
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        return self.readinto1(buffer)
+
+
+class _Response(http.client.HTTPResponse):
+    """So that the time can be looked at while a body comes byte by byte."""
+
+    def __init__(self, sock: socket.socket, debuglevel: int = 0, method: str | None = None) -> None:
+        super().__init__(sock, debuglevel, method)
+        buffered: io.BufferedReader = self.fp
+        self.fp = _Arriving(buffered.detach())
 
 
 class Upload:
@@ -159,13 +180,14 @@ class Connections:
         connection, response = self._answered(method, path, headers or {}, body, may_repeat)
         try:
             yield Answer(response, self._timeout_s, self._clock)
-        except BaseException:
+        except ConnectionFailed:
             connection.close()
             raise
-        if response.will_close or not response.isclosed():
-            connection.close()
-        else:
-            self._give_back(connection)
+        finally:
+            if response.will_close or not response.isclosed():
+                connection.close()
+            elif connection.sock is not None:
+                self._give_back(connection)
 
     def _answered(
         self,
@@ -216,6 +238,7 @@ class Connections:
 
     def _connected(self) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        connection.response_class = _Response
         try:
             connection.connect()
         except OSError as error:

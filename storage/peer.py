@@ -208,6 +208,7 @@ class PeerStore:
         with self._reading(operation, key, "HEAD", self._object(key)) as answer:
             size = answer.headers.get("Content-Length", "")
             modified = answer.headers.get(wire.MODIFIED_HEADER, "")
+            answer.read(0)  # nothing, after which the connection can be used again
         try:
             return ObjectInfo(key, int(size), float(modified))
         except ValueError as error:

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ SOCKET_PATH_BYTES_MAX = 107
 HOST_CHARS_MAX = 40
 
 LOCK_NAME = "lock"
+
+_NAMELESS_S = 1.0
 
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -115,8 +118,9 @@ class HostDir:
         The lock lives as long as any process that this one forks without exec: fork none.
 
         Raises KeeperRunning, naming the pid, if there is one; FileNotFoundError if the directory
-        was removed meanwhile (make it again).
+        was removed meanwhile (make it again). Blocking: a second at most.
         """
+        end_s = time.monotonic() + _NAMELESS_S
         while True:
             fd = os.open(
                 self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode=0o600
@@ -124,6 +128,10 @@ class HostDir:
             if not _try_lock(fd):
                 pid = _named_in(fd).pid
                 os.close(fd)
+                # Nameless: somebody looks whether it is held, or took it and has yet to sign it.
+                if not pid and time.monotonic() < end_s:
+                    time.sleep(0.01)
+                    continue
                 raise KeeperRunning(
                     f"{self.path} has a living keeper, pid {pid or 'unknown'}; stop it, or use "
                     "another job name or host id",
@@ -200,6 +208,12 @@ def find_host_dir(shm_dir: Path, job: str, host: str) -> HostDir | None:
     except FileNotFoundError:
         return None
     return place
+
+
+def check_shm_dir(shm_dir: Path) -> None:
+    """Raise HostDirRefused unless the directory of all host directories is safely ours."""
+    with _opened(shm_dir, None):
+        pass
 
 
 def host_dir_path(shm_dir: Path | str, job: str, host: str) -> Path:

@@ -33,7 +33,8 @@ from typing import Any, NoReturn, TypeAlias
 import setproctitle
 
 from keepstep.ckpt.keeper_process import Backoff, KeeperFailed, KeeperProcess, Tell, tell_death
-from keepstep.ckpt.process import process_start_ticks
+from keepstep.ckpt.owned_temp import RENDEZVOUS_PREFIX, owned_directories
+from keepstep.ckpt.process import is_running, this_process
 from keepstep.trainer.errors import RankFailed, ResumeRefused, TrainerError
 from keepstep.trainer.signals import forward_stop, ignore_stop
 
@@ -48,7 +49,6 @@ WARM_MODULES = (
 GRACE_S = 2.0
 """How long the other ranks may still say what they saw, once one has failed."""
 _PR_SET_PDEATHSIG = 1
-_RENDEZVOUS_PREFIX = "keepstep-rendezvous-"
 
 # What a healthy rank says when another died: never the cause if any rank says something else.
 _CONSEQUENCES = (
@@ -161,14 +161,12 @@ def run_ranks(
 def _rendezvous_directory() -> Iterator[Path]:
     """A private directory that names its owner; those of dead owners are removed first."""
     parent = Path(tempfile.gettempdir())
-    for stale in parent.glob(f"{_RENDEZVOUS_PREFIX}*"):
-        pid, _, ticks = stale.name.removeprefix(_RENDEZVOUS_PREFIX).partition("-")
+    for stale, maker in owned_directories(parent):
         with contextlib.suppress(FileNotFoundError):  # another launcher was faster
-            is_ours = stale.lstat().st_uid == os.getuid() and pid.isdecimal()
-            if is_ours and str(process_start_ticks(int(pid))) != ticks:
+            if stale.lstat().st_uid == os.getuid() and not is_running(maker):
                 shutil.rmtree(stale, ignore_errors=True)
-    pid_now = os.getpid()
-    path = parent / f"{_RENDEZVOUS_PREFIX}{pid_now}-{process_start_ticks(pid_now)}"
+    me = this_process()
+    path = parent / f"{RENDEZVOUS_PREFIX}{me.pid}-{me.ticks}"
     path.mkdir(mode=0o700)
     try:
         yield path

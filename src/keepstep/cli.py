@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from keepstep import __version__, train_commands
+from keepstep import __version__, clean_command, train_commands
 from keepstep import doctor as doctor_command
 from keepstep.ckpt.address import find_live, find_present, parse_address
 from keepstep.ckpt.errors import BadName, CheckpointError, NoSuchState
@@ -43,6 +43,7 @@ app = typer.Typer(
 
 app.command("train")(train_commands.train)
 app.command("doctor")(doctor_command.doctor)
+app.command("clean")(clean_command.clean)
 app.add_typer(train_commands.data_app, name="data")
 app.add_typer(plan_app, name="plan")
 

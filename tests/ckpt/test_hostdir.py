@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -169,6 +171,38 @@ def test_a_lock_whose_content_is_nonsense_is_a_lock(place: HostDir) -> None:
             assert place.holder() == Writer(0, 0)
             with pytest.raises(KeeperRunning, match="pid unknown"):
                 place.hold()
+
+
+def test_who_only_looks_whether_it_is_held_does_not_keep_a_keeper_out(place: HostDir) -> None:
+    place.hold().release()
+    place.lock.write_text("")
+    fd = os.open(place.lock, os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    looker = threading.Timer(0.2, os.close, [fd])
+    looker.start()
+    try:
+        with place.hold():
+            assert place.holder() == this_process()
+    finally:
+        looker.join()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_the_lock_goes_last(place: HostDir) -> None:
+    """Something that cannot be removed, behind the lock by name: nobody may begin there yet."""
+    place.hold().release()
+    stuck = place.path / "z"
+    stuck.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "none", str(stuck)], capture_output=True).returncode:
+        pytest.skip("cannot mount here")
+    try:
+        with pytest.raises(OSError, match="busy"):
+            place.remove()
+        assert place.lock.exists()
+    finally:
+        subprocess.run(["umount", "-l", str(stuck)], check=True)
+    place.remove()
+    assert not place.path.exists()
 
 
 def test_a_lock_that_is_a_symlink_is_not_followed(place: HostDir, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from keepstep.ckpt import pool as pool_module
 from keepstep.ckpt.errors import NotRepresentable
+from keepstep.ckpt.host_memory import HEADROOM_BYTES
 from keepstep.ckpt.manifest import State
 from keepstep.ckpt.pool import PAGE_BYTES, Pool
 from keepstep.ckpt.pool_errors import PoolDamaged, PoolFull, PoolTooLarge, WrongStatus
@@ -297,6 +298,28 @@ def test_room_that_another_takes_meanwhile_is_a_refusal_that_leaves_nothing(
                 pool.add_slot(20 * MB)
         assert used_bytes(pool.path) == before
         assert pool.add_slot(6 * MB).index == 0
+
+
+def test_what_the_file_system_says_is_believed_before_it_is_asked_for_more(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no space can be reserved, the C library writes it page by page until it fails."""
+    tight = [*os.fstatvfs(pool._fd.number)]
+    tight[4] = MB // tight[1]
+    monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result(tight))
+    before = used_bytes(pool.path)
+    with pytest.raises(PoolTooLarge, match="its file system has only 1,048,576 bytes free"):
+        pool.add_slot(MB)
+    assert used_bytes(pool.path) == before
+
+
+def test_memory_that_must_stay_free_is_not_taken(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "available_bytes", lambda: HEADROOM_BYTES + 2 * MB)
+    assert pool.add_slot(MB).index == 0
+    with pytest.raises(PoolTooLarge, match="only 2,097,152 bytes of memory are available"):
+        pool.add_slot(2 * MB)
 
 
 def test_a_file_size_limit_is_a_refusal(pool: Pool) -> None:

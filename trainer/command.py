@@ -133,8 +133,8 @@ def _fork_and_mind(
         _forked_rank(job, start, keeper_of[start.rank])
 
     def on_report(report: Report) -> None:
-        display.show(report)
         display.show_keepers(tail.read())
+        display.show(report)
 
     run_ranks(
         job.config.parallel.world_size,
@@ -194,8 +194,8 @@ def train_under_torchrun(arguments: Arguments, console: Console) -> None:
 
     def report(kind: str, **fields: object) -> None:
         if rank == 0:
-            display.show({"kind": kind, **fields})
             display.show_keepers(tail.read())
+            display.show({"kind": kind, **fields})
 
     process = None
     if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -15,7 +15,9 @@ from keepstep.ckpt.events import read_events
 from keepstep.trainer.metrics import read_metrics
 
 LINE_EVERY_STEPS = 10
-_QUIET_EVENTS = frozenset(("retired",))
+_QUIET_EVENTS = frozenset(
+    ("retired", "keeper_started", "keeper_ended", "hint_failed", "client_refused")
+)
 _AT_STEP = frozenset(("evaluated", "stopped"))
 
 

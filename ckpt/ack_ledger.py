@@ -35,6 +35,7 @@ class AckLedger:
             if peer.is_lost:
                 peer.owed[rank].clear()
             peer.owed[rank].append(step)
+        self._raise_levels()
 
     def following(self, peer: str) -> tuple[int, int] | None:
         """(rank, step) of the image that `peer` is to get next: the oldest state first."""
@@ -47,16 +48,18 @@ class AckLedger:
         found = self._peers[peer]
         self.dropped(peer, rank, step)
         found.acked[rank] = max(found.acked[rank], step)
-        if not found.is_lost:
-            return False
-        found.is_met.add(rank)
-        if any(
-            rank not in found.is_met and found.acked[rank] < sealed
-            for rank, sealed in self._sealed.items()
-        ):
-            return False
-        found.is_lost = False
-        return True
+        is_back = found.is_lost and self._is_met(found, rank)
+        if is_back:
+            found.is_lost = False
+        self._raise_levels()
+        return is_back
+
+    def _is_met(self, peer: _Peer, rank: int) -> bool:
+        """Whether a lost peer has, with this image of `rank`, taken one of each rank."""
+        peer.is_met.add(rank)
+        return all(
+            one in peer.is_met or peer.acked[one] >= sealed for one, sealed in self._sealed.items()
+        )
 
     def dropped(self, peer: str, rank: int, step: int) -> None:
         """The image need not be sent, or is no more: its slot was used again by the rule."""
@@ -72,6 +75,7 @@ class AckLedger:
         for steps in found.owed.values():
             while len(steps) > 1:
                 steps.popleft()
+        self._raise_levels()
         return is_new
 
     def restarted(self, peer: str) -> None:
@@ -85,10 +89,13 @@ class AckLedger:
 
     def level(self, rank: int) -> int:
         """The newest step of `rank` that all who count have; -1: none. Never goes back."""
-        counted = (peer.acked[rank] for peer in self._peers.values() if not peer.is_lost)
-        level = min(counted, default=self._sealed[rank])
-        self._levels[rank] = max(self._levels[rank], min(level, self._sealed[rank]))
         return self._levels[rank]
+
+    def _raise_levels(self) -> None:
+        for rank, sealed in self._sealed.items():
+            counted = (peer.acked[rank] for peer in self._peers.values() if not peer.is_lost)
+            level = min(min(counted, default=sealed), sealed)
+            self._levels[rank] = max(self._levels[rank], level)
 
     def is_lost(self, peer: str) -> bool:
         """Whether `peer` does not count at present."""

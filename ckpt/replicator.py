@@ -187,8 +187,9 @@ class _Course:
             self._event("superseded", reason, peer)
 
     def wait(self, seconds: float) -> None:
-        """A pause, ended early by the end of the course."""
+        """A pause after a failure, ended early by the end of the course."""
         with self.changed:
+            self.changed.notify_all()
             self.changed.wait_for(lambda: self.is_ended, timeout=seconds)
 
     def end(self) -> None:
@@ -222,9 +223,9 @@ class _Course:
             ]
 
     def _is_quiet(self) -> bool:
-        peers = [link.peer.host for link in self._links]
+        """Whether nothing is owed to anybody who takes it."""
         return self._is_stale or all(
-            self.ledger.is_lost(peer) or not self.ledger.owed(peer) for peer in peers
+            link.is_failing or not self.ledger.owed(link.peer.host) for link in self._links
         )
 
     def _settled(self, ranks: Collection[int]) -> dict[int, int]:
@@ -270,6 +271,11 @@ class _Link:
         self._keeper = ""
         self._failing_since_s: float | None = None
         self._random = random.SystemRandom()
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the peer did not take what it was offered last."""
+        return self._failing_since_s is not None
 
     def _work(self) -> None:
         course, replicator = self._course, self._course.replicator

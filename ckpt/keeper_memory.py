@@ -38,6 +38,7 @@ from keepstep.ckpt.process import this_process
 from keepstep.ckpt.shelf import Shelf, Shelved
 from keepstep.ckpt.structures import Structures
 from keepstep.ckpt.tenure import Tenure
+from keepstep.ckpt.tiers import Due
 
 FIRST_S = 60.0
 """Besides its patience, so long does a keeper wait for the first rank to come."""
@@ -359,6 +360,16 @@ class KeeperMemory:
         with self.lock:
             seat = self.seat(rank)
             if seat is not None:
+                seat.failures += 1
+
+    def lost(self, rank: int, state: State, due: Due) -> None:
+        """A captured state of own `rank` could not be sealed: all ranks must know; none waits."""
+        with self.lock:
+            seat = self.seat(rank)
+            if seat is not None and seat.generation == state.generation:
+                seat.lost = max(seat.lost, state.step)
+                if due:
+                    seat.drained = max(seat.drained, state.step)
                 seat.failures += 1
 
     def event(self, kind: str, reason: str, **details: object) -> None:

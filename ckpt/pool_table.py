@@ -192,6 +192,8 @@ class Seat:
         committed: newest step in the log.
         newest_seen: counts up while the keeper lives.
         failures: of tiers, counted.
+        lost: newest step that the rank captured and that could not be sealed. Written before any
+            newer step is `sealed`; see `slots.Level`.
     """
 
     generation = _Word(1)
@@ -201,6 +203,7 @@ class Seat:
     committed = _StepWord(11)
     newest_seen = _Word(12)
     failures = _Word(13)
+    lost = _StepWord(14)
     agreed_acked = _StepWord(24)
     agreed_drained = _StepWord(25)
     captured = _StepWord(26)

@@ -112,7 +112,7 @@ def seal_slot(memory: KeeperMemory, slot: Slot, turn: int) -> Shelved | None:
             generation=facts.state.generation,
             step=facts.state.step,
         )
-        memory.failed(facts.rank)
+        memory.lost(facts.rank, facts.state, facts.due)
         memory.free(slot)
         return None
     return shelved if memory.shelve(shelved, facts.turn, is_new=True) else None

@@ -200,7 +200,8 @@ class Snapshots:
             return OWNS_NOTHING
         # Read before `lost`: a loss must be told no later than a newer state that is safe.
         acked, drained = opened.seat.acked, opened.seat.drained
-        return Level(acked, max(drained, self._drained_by_loss), self._lost)
+        lost = max(self._lost, opened.seat.lost)
+        return Level(acked, max(drained, self._drained_by_loss), lost)
 
     def capture(self, state: State, due: Due, agreed: Level) -> Captured:
         """Capture the state of this moment. All ranks call it for the same steps, in order.

@@ -28,7 +28,7 @@ from keepstep.ckpt.tiers import Due
 
 ME, OTHER = Writer(41, 4100), Writer(42, 4200)
 STATE = State(3, 120)
-STEP_WORDS = ("sealed", "acked", "drained", "committed", "agreed_acked", "agreed_drained")
+STEP_WORDS = ("lost", "sealed", "acked", "drained", "committed", "agreed_acked", "agreed_drained")
 
 
 @pytest.fixture

@@ -49,18 +49,18 @@ FREE, FILLING, CAPTURED, SEALED = (
 )
 
 
-def enter_of(rank: int = 0, **changes: object) -> Enter:
+def enter_of(**changes: object) -> Enter:
     enter = Enter(
         generation=3,
         term=5,
-        rank=rank,
+        rank=0,
         ranks=(0,),
         hosts=(0, 1),
         addresses=ADDRESSES,
         committer=1,
         base=State(2, 40),
         structure=STRUCTURE,
-        header=header_of(STRUCTURE, rank).encoded,
+        header=header_of(STRUCTURE, 0).encoded,
         image_bytes_max=MIB,
     )
     return msgspec.structs.replace(enter, **changes)

@@ -22,6 +22,7 @@ import msgspec
 
 from keepstep.ckpt.bell import Ringer
 from keepstep.ckpt.control import Enter, Entered
+from keepstep.ckpt.errors import CheckpointError
 from keepstep.ckpt.events import read_events
 from keepstep.ckpt.hostdir import HostDir, host_dir_path
 from keepstep.ckpt.image import ImageHeader, build, items_of
@@ -180,6 +181,35 @@ def keeper_host(directory: Path, host: str = HOST, **changes: object) -> Iterato
             process.wait(WAIT_S)
 
 
+def enter_of(
+    host: KeeperHost,
+    structure: Structure,
+    rank: int = 0,
+    generation: int = 1,
+    term: int = 1,
+    base: State | None = None,
+    hosts: Sequence[int] | None = None,
+    addresses: Sequence[HostAddress] | None = None,
+) -> Enter:
+    """What a rank of `host` sends. Without `hosts` and `addresses` all ranks are on host h0."""
+    header = header_of(structure, rank)
+    hosts = tuple(hosts or (0,) * structure.mesh.axes[0].size)
+    addresses = tuple(addresses or (HostAddress(HOST, "", ""),))
+    return Enter(
+        generation=generation,
+        term=term,
+        rank=rank,
+        ranks=tuple(one for one, at in enumerate(hosts) if addresses[at].host == host.config.host),
+        hosts=hosts,
+        addresses=addresses,
+        committer=0,
+        base=base,
+        structure=structure,
+        header=header.encoded,
+        image_bytes_max=header.size_bytes,
+    )
+
+
 class KitRank:
     """A rank, as far as a keeper can see: it enters and writes images into its slots in turn."""
 
@@ -194,6 +224,7 @@ class KitRank:
         base: State | None = None,
         hosts: Sequence[int] | None = None,
         addresses: Sequence[HostAddress] | None = None,
+        header: bytes | None = None,
     ) -> None:
         self.host = host
         self.rank = rank
@@ -201,24 +232,14 @@ class KitRank:
         self.header = header_of(structure, rank)
         self.writer = this_process()
         self.client = host.client(rank)
-        self.enter = Enter(
-            generation=generation,
-            term=term,
-            rank=rank,
-            ranks=tuple(
-                one
-                for one, at in enumerate(hosts or (0,) * structure.mesh.axes[0].size)
-                if (addresses or (HostAddress(HOST, "", ""),))[at].host == host.config.host
-            ),
-            hosts=tuple(hosts or (0,) * structure.mesh.axes[0].size),
-            addresses=tuple(addresses or (HostAddress(HOST, "", ""),)),
-            committer=0,
-            base=base,
-            structure=structure,
-            header=self.header.encoded,
-            image_bytes_max=self.header.size_bytes,
-        )
-        self.entered: Entered = self.client.enter(self.enter)
+        self.enter = enter_of(host, structure, rank, generation, term, base, hosts, addresses)
+        if header is not None:
+            self.enter = msgspec.structs.replace(self.enter, header=header)
+        try:
+            self.entered: Entered = self.client.enter(self.enter)
+        except CheckpointError:
+            self.client.close()
+            raise
         self.pool = Pool.open(Path(self.entered.pool))
         self.ringer = Ringer(host.place.bell)
 
@@ -263,3 +284,40 @@ class KitRank:
         self.client.close()
         self.ringer.close()
         self.pool.close()
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+import msgspec
+from tests.kit.keepers import KitRank, KeeperHost, make_structure
+from keepstep.ckpt.keeper_config import read_config
+directory, config, call, generation = sys.argv[1:]
+host = KeeperHost(Path(directory), read_config(Path(config)), {})
+rank = KitRank(host, make_structure(1), generation=int(generation), term=int(generation))
+getattr(rank, call)(7)
+print("ready", flush=True)
+time.sleep(120)
+"""
+
+
+@contextlib.contextmanager
+def rank_process(
+    host: KeeperHost, call: str, generation: int = 1
+) -> Iterator[subprocess.Popen[str]]:
+    """A process that has entered as rank 0 of 1, and called `KitRank.<call>(7)`. Killed at last."""
+    root = Path(__file__).resolve().parents[2]
+    config = host.directory / f"{host.config.host}-config.json"
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(host.directory), str(config), call, str(generation)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=root,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=WAIT_S)

@@ -131,6 +131,8 @@ def _refuse(memory: KeeperMemory, slot: Slot, facts: SlotFacts, error: Checkpoin
         offset=error.offset if isinstance(error, Corrupt) else None,
         slot=slot.index,
     )
+    if facts.is_own:
+        memory.lost(facts.rank, facts.state, facts.due)
     owner = slot.owner
     if owner is None or owner.writer not in memory.living:
         memory.free(slot)

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from keepstep.ckpt.checksum import digest128
 from keepstep.ckpt.entry import Commit, Record
 from keepstep.ckpt.errors import NotCommitted
-from keepstep.ckpt.keys import image_key, manifest_key
+from keepstep.ckpt.keys import image_key, manifest_key, state_prefix
 from keepstep.ckpt.lineage import Lineage, state_words
 from keepstep.ckpt.log import Log
 from keepstep.ckpt.manifest import Manifest, State, encode_manifest
-from keepstep.storage.errors import NotFound
 
 
 def commit(log: Log, manifest: Manifest) -> Record:
@@ -50,14 +49,14 @@ def _refuse(log: Log, state: State, reasons: list[str]) -> None:
 def _faults(log: Log, manifest: Manifest) -> Iterator[str]:
     lineage = log.read()
     yield from _order_faults(lineage, manifest)
+    # One listing, and not a look at each of a thousand images.
+    sizes = {info.key: info.size_bytes for info in log.store.list(state_prefix(manifest.state))}
     for image in manifest.images:
         key = image_key(manifest.state, image.rank)
-        try:
-            size_bytes = log.store.stat(key).size_bytes
-        except NotFound:
+        size_bytes = sizes.get(key)
+        if size_bytes is None:
             yield f"{key} (rank {image.rank}) is missing"
-            continue
-        if size_bytes != image.size_bytes:
+        elif size_bytes != image.size_bytes:
             yield f"{key} has {size_bytes} bytes, rank {image.rank} wrote {image.size_bytes}"
 
 

@@ -114,7 +114,7 @@ class Log:
         job: str | None = None,
         clock: Callable[[], str] = utc_now,
         new_id: Callable[[], str] = new_entry_id,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._store = store
         self._job = job

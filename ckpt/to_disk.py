@@ -1,0 +1,144 @@
+"""What the disk lane does with an image: write it, let older ones go, hand it to the store lane."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from keepstep.ckpt.disk_tier import DiskTier
+from keepstep.ckpt.drain_jobs import Job, Jobs
+from keepstep.ckpt.drain_queue import Ticket
+from keepstep.ckpt.drain_telling import DrainTelling
+from keepstep.ckpt.errors import Corrupt
+from keepstep.ckpt.lane import Failure, Lane
+from keepstep.ckpt.plan import Plan
+from keepstep.ckpt.service import Reporter
+from keepstep.ckpt.shelf import Shelf
+from keepstep.ckpt.tenure import Tenure
+from keepstep.ckpt.tiers import Due, Tier
+from keepstep.storage.errors import StoreError
+
+
+class ToDisk:
+    """A `LaneWork`.
+
+    Args:
+        disk: gives the disk tier, or raises StoreError.
+        jobs: of this keeper.
+        shelf: holds an image while it is written.
+        store_lane: takes over what is due in the store.
+        reporter: hears what goes wrong.
+        verifiers: whose threads verify.
+        patience_s: after so long a failure the disk is not waited for with a slot.
+    """
+
+    def __init__(
+        self,
+        disk: Callable[[], DiskTier],
+        jobs: Jobs,
+        shelf: Shelf,
+        store_lane: Lane,
+        reporter: Reporter,
+        verifiers: Executor,
+        patience_s: float,
+    ) -> None:
+        self._disk = disk
+        self._jobs = jobs
+        self._shelf = shelf
+        self._store_lane = store_lane
+        self._reporter = reporter
+        self._telling = DrainTelling(reporter, Tier.DISK)
+        self._verifiers = verifiers
+        self._patience_s = patience_s
+        self._lock = threading.Lock()
+        self._promised = 0
+        self._owners: tuple[Tenure, frozenset[int]] | None = None
+        self._gave_up: set[Ticket] = set()
+
+    def promised(self, generation: int) -> None:
+        """See `Drains.promised`."""
+        with self._lock:
+            self._promised = max(self._promised, generation)
+
+    def run(self, ticket: Ticket) -> bool:
+        """See `LaneWork.run`."""
+        job = self._jobs.find(ticket)
+        if job is None:
+            return False
+        with self._lock:
+            is_given_up = ticket in self._gave_up
+            self._gave_up.discard(ticket)
+        if not is_given_up and not self._put(job):
+            self._jobs.end(ticket)
+            return False
+        if job.is_on_disk:
+            self._jobs.release(ticket)
+            self._retain()
+        if Due.STORE in job.due:
+            self._store_lane.add(ticket)
+        else:
+            self._jobs.end(ticket)
+        return job.is_on_disk
+
+    def dropped(self, ticket: Ticket) -> None:
+        """See `LaneWork.dropped`."""
+        self._telling.superseded(ticket)
+        with self._lock:
+            self._gave_up.discard(ticket)
+        self._jobs.end(ticket)
+
+    def failed(self, failure: Failure) -> None:
+        """See `LaneWork.failed`."""
+        self._telling.failed(failure)
+        if failure.failing_s < self._patience_s:
+            return
+        with self._lock:
+            fresh = [ticket for ticket in failure.waiting if ticket not in self._gave_up]
+            self._gave_up.update(fresh)
+        if fresh:
+            then = "they go to the store from memory if they are due there, or nowhere"
+            self._telling.gave_up(failure, fresh, then)
+
+    def recovered(self, tries: int, failing_s: float) -> None:
+        """See `LaneWork.recovered`."""
+        self._telling.recovered(tries, failing_s)
+
+    def _put(self, job: Job) -> bool:
+        """Whether the disk has the image; if not, it never will."""
+        shelved = job.shelved
+        with self._shelf.hold(shelved) as is_there:
+            if not is_there:
+                self._telling.lost(shelved)
+                return False
+            try:
+                self._disk().put(shelved, self._verifiers)
+            except Corrupt as error:
+                self._telling.corrupt(shelved, error, Tier.MEMORY)
+                return False
+        job.is_on_disk = True
+        return True
+
+    def _retain(self) -> None:
+        """Let go of older states, as the policy says. What fails now is done the next time."""
+        tenure = self._jobs.tenure
+        with self._lock:
+            if tenure is None or tenure.generation < self._promised:
+                return
+        protected = {ticket.state for ticket in self._store_lane.tickets()}
+        try:
+            self._disk().retain(tenure, self._owners_of(tenure), protected)
+        except StoreError as error:
+            self._reporter.event("retention_failed", str(error), tier=Tier.DISK.value)
+
+    def _owners_of(self, tenure: Tenure) -> frozenset[int]:
+        """The ranks of this host that have an image. Slow for many tensors: asked once."""
+        with self._lock:
+            known = self._owners
+        if known is None or known[0] is not tenure:
+            structure = tenure.structure
+            plan = Plan(structure.mesh, structure.placements, structure.tensors)
+            known = tenure, frozenset(rank for rank in tenure.ranks if plan.owned(rank))
+            with self._lock:
+                self._owners = known
+        return known[1]

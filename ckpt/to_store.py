@@ -1,0 +1,133 @@
+"""What the store lane does with an image: upload it and its done record, and tell the committer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from keepstep.ckpt.checked_stream import MemoryStream
+from keepstep.ckpt.committer import Committer
+from keepstep.ckpt.disk_tier import DiskTier
+from keepstep.ckpt.drain_jobs import Job, Jobs
+from keepstep.ckpt.drain_queue import Ticket
+from keepstep.ckpt.drain_telling import DrainTelling
+from keepstep.ckpt.errors import Corrupt, FormatError
+from keepstep.ckpt.keys import image_key
+from keepstep.ckpt.lane import Failure
+from keepstep.ckpt.service import Reporter
+from keepstep.ckpt.shelf import Shelf
+from keepstep.ckpt.store_tier import StoreTier
+from keepstep.ckpt.tiers import Tier
+from keepstep.storage.store import Store
+
+
+class ToStore:
+    """A `LaneWork`.
+
+    Args:
+        store: gives the store, or raises StoreError.
+        disk: gives the disk tier, likewise; None if there is none.
+        jobs: of this keeper.
+        shelf: holds an image while it is read from memory.
+        committer: hears what is done.
+        reporter: hears what goes wrong.
+        verifiers: whose threads verify.
+        patience_s: after so long a failure the store is not waited for with a slot.
+    """
+
+    def __init__(
+        self,
+        store: Callable[[], Store],
+        disk: Callable[[], DiskTier] | None,
+        jobs: Jobs,
+        shelf: Shelf,
+        committer: Committer,
+        reporter: Reporter,
+        verifiers: Executor,
+        patience_s: float,
+    ) -> None:
+        self._store = store
+        self._disk = disk
+        self._jobs = jobs
+        self._shelf = shelf
+        self._committer = committer
+        self._telling = DrainTelling(reporter, Tier.STORE)
+        self._verifiers = verifiers
+        self._patience_s = patience_s
+
+    def run(self, ticket: Ticket) -> bool:
+        """See `LaneWork.run`."""
+        job = self._jobs.find(ticket)
+        if job is None:
+            return False
+        record = job.shelved.record
+        tier = StoreTier(self._store())
+        try:
+            is_done = tier.is_settled(ticket.state, record) or self._upload(tier, ticket, job)
+        except FormatError as error:
+            self._telling.refused(ticket, error)
+            is_done = False
+        if is_done:
+            self._committer.done(ticket.state, record)
+        else:
+            self._committer.forget(ticket.state)
+        self._jobs.end(ticket)
+        return is_done
+
+    def dropped(self, ticket: Ticket) -> None:
+        """See `LaneWork.dropped`."""
+        self._telling.superseded(ticket)
+        self._committer.forget(ticket.state)
+        self._jobs.end(ticket)
+
+    def failed(self, failure: Failure) -> None:
+        """See `LaneWork.failed`."""
+        self._telling.failed(failure)
+        if failure.failing_s < self._patience_s:
+            return
+        jobs = ((ticket, self._jobs.find(ticket)) for ticket in failure.waiting)
+        held = [ticket for ticket, job in jobs if job is not None and job.needs_slot]
+        if held:
+            then = "their slots may be used for a newer state; they are tried while they are there"
+            self._telling.gave_up(failure, held, then)
+        for ticket in held:
+            self._jobs.release(ticket)
+
+    def recovered(self, tries: int, failing_s: float) -> None:
+        """See `LaneWork.recovered`."""
+        self._telling.recovered(tries, failing_s)
+
+    def _upload(self, tier: StoreTier, ticket: Ticket, job: Job) -> bool:
+        """Whether the store has the image; if not, it never will."""
+        if job.is_on_disk and self._disk is not None:
+            stream = self._disk().stream(job.shelved)
+            try:
+                tier.put(ticket.state, job.shelved.record, stream)
+            except Corrupt as error:
+                self._telling.corrupt(job.shelved, error, Tier.DISK)
+            else:
+                return True
+        return self._upload_from_memory(tier, ticket)
+
+    def _upload_from_memory(self, tier: StoreTier, ticket: Ticket) -> bool:
+        job = self._jobs.find(ticket)
+        shelved = self._shelf.find(ticket.state, ticket.rank)
+        if job is None or shelved is None or shelved.record != job.shelved.record:
+            self._telling.missing(ticket)
+            return False
+        with self._shelf.hold(shelved) as is_there:
+            if not is_there:
+                self._telling.missing(ticket)
+                return False
+            key = image_key(ticket.state, ticket.rank)
+            stream = MemoryStream(
+                shelved.view, shelved.header, shelved.record, key, self._verifiers
+            )
+            # Without the slot, the image may be written over while it is sent: look once more.
+            check = None if job.needs_slot else stream.verify
+            try:
+                tier.put(ticket.state, shelved.record, stream, check)
+            except Corrupt as error:
+                self._telling.corrupt(shelved, error, Tier.MEMORY)
+                return False
+        return True

@@ -1,0 +1,510 @@
+"""Drains with real stores: what reaches the disk and the store, and when slots are free."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.kit.faulty_store import Action, Fault, FaultyStore
+from tests.kit.shelved import (
+    JOB,
+    READ_BYTES_MAX,
+    Ear,
+    Host,
+    begin_generation,
+    shelve,
+    tenure_of,
+)
+from tests.kit.slow_store import Gate, Outage
+
+from keepstep.ckpt.drains import Drains
+from keepstep.ckpt.errors import FormatError
+from keepstep.ckpt.keys import description_key, done_key, image_key, manifest_key
+from keepstep.ckpt.log import Log
+from keepstep.ckpt.manifest import State
+from keepstep.ckpt.shelf import Shelved
+from keepstep.ckpt.tiers import Due, TierPolicy
+from keepstep.ckpt.verify import verify
+from keepstep.storage.errors import Denied, NoSpace, NotFound, StoreError, Transient
+from keepstep.storage.file import FileStore
+from keepstep.storage.store import Store
+
+PATIENCE_S = 0.4
+CLOSE_S = 10.0
+
+
+class Bench:
+    """A host with a disk and a store, and its drains, in term 1, generation 1."""
+
+    def __init__(self, directory: Path) -> None:
+        for name in ("store", "disk"):
+            (directory / name).mkdir()
+        self.store = FileStore(directory / "store")
+        self.disk = FileStore(directory / "disk")
+        self.ear = Ear()
+        self.host = Host()
+        self.shelf = self.host.shelf
+        self._open: list[Drains] = []
+        begin_generation(self.store)
+
+    def drains(
+        self, store: Store | None = None, disk: Store | None = None, has_disk: bool = True
+    ) -> Drains:
+        at, on = store or self.store, disk or self.disk
+        made = Drains(
+            lambda: at,
+            (lambda: on) if has_disk else None,
+            self.shelf,
+            self.ear,
+            job=JOB,
+            patience_s=PATIENCE_S,
+        )
+        self._open.append(made)
+        return made
+
+    def close(self) -> None:
+        for each in self._open:
+            each.close(0.0)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.close()
+    names = {thread.name for thread in threading.enumerate()}
+    deadline_s = time.monotonic() + 5
+    while any(name.startswith("keepstep-") for name in names) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+        names = {thread.name for thread in threading.enumerate()}
+    assert not [name for name in names if name.startswith("keepstep-")]
+
+
+def at(step: int, generation: int = 1) -> State:
+    return State(generation, step)
+
+
+def is_there(store: Store, key: str) -> bool:
+    try:
+        store.stat(key)
+    except NotFound:
+        return False
+    return True
+
+
+def same(store: Store, shelved: Shelved) -> bool:
+    return store.get(image_key(shelved.state, shelved.rank), READ_BYTES_MAX) == bytes(shelved.view)
+
+
+def steps_on(store: Store) -> set[int]:
+    return {int(info.key.split("/s")[1][:12]) for info in store.list("states/")}
+
+
+def test_an_image_goes_to_the_disk_and_to_the_store_and_is_committed(bench: Bench) -> None:
+    drains = bench.drains()
+    drains.enter(tenure_of())
+    images = shelve(at(10))
+    bench.host.seal(images, drains.sealed)
+    bench.ear.wait_committed(at(10))
+    for shelved in images:
+        assert same(bench.disk, shelved)
+        assert same(bench.store, shelved)
+        bench.ear.wait_drained(shelved.rank, 10)
+    assert is_there(bench.disk, description_key(at(10)))
+    assert not is_there(bench.store, description_key(at(10)))
+    drains.close(CLOSE_S)
+    assert not is_there(bench.store, done_key(at(10), 0)), "done records go after the commit"
+    report = verify(bench.store, threads=1)
+    assert (report.findings, report.unreferenced) == ((), ())
+    assert [each.state for each in Log(bench.store).read().live] == [at(10)]
+    assert bench.ear.kinds() == ["checkpoint_committed"]
+
+
+def test_without_a_disk_it_goes_to_the_store_from_memory(bench: Bench) -> None:
+    drains = bench.drains(has_disk=False)
+    drains.enter(tenure_of())
+    images = shelve(at(10), Due.STORE)
+    bench.host.seal(images, drains.sealed)
+    bench.ear.wait_committed(at(10))
+    assert all(same(bench.store, shelved) for shelved in images)
+    assert list(bench.disk.list("")) == []
+    bench.ear.wait_drained(0, 10)
+    bench.ear.wait_drained(1, 10)
+
+
+def test_what_is_due_nowhere_goes_nowhere(bench: Bench) -> None:
+    drains = bench.drains()
+    drains.enter(tenure_of())
+    bench.host.seal(shelve(at(9), Due.NOWHERE), drains.sealed)
+    bench.host.seal(shelve(at(10), Due.DISK), drains.sealed)
+    bench.ear.wait_drained(1, 10)
+    drains.close(CLOSE_S)
+    assert steps_on(bench.disk) == {10}
+    assert steps_on(bench.store) == set()
+    assert bench.ear.commits == []
+
+
+def test_what_is_due_on_a_disk_that_is_not_there_needs_no_slot(bench: Bench) -> None:
+    drains = bench.drains(has_disk=False)
+    drains.enter(tenure_of())
+    bench.host.seal(shelve(at(10), Due.DISK), drains.sealed)
+    bench.ear.wait_drained(0, 10)
+    bench.ear.wait_drained(1, 10)
+
+
+def test_a_store_that_takes_a_minute_holds_no_slot_where_there_is_a_disk(bench: Bench) -> None:
+    slow = Gate(bench.store, "put_stream")
+    drains = bench.drains(store=slow)
+    drains.enter(tenure_of())
+    for step in (10, 20, 30):
+        bench.host.seal(shelve(at(step)), drains.sealed)
+        bench.ear.wait_drained(0, step)
+        bench.ear.wait_drained(1, step)
+    assert slow.entered.wait(20)
+    status = drains.status()
+    assert status["lag_steps"] == 30
+    assert status["store"] == {"waiting_steps": [10, 20, 30], "tries_failed": 0, "failing_s": 0.0}
+    slow.opened.set()
+    bench.ear.wait_committed(at(10))
+    bench.ear.wait_committed(at(30))
+    assert bench.ear.commits == [at(10), at(30)]
+    assert (
+        "step 20 of generation 1 does not go to the store"
+        in bench.ear.reasons("drain_superseded")[0]
+    )
+    assert drains.status()["lag_steps"] == 0
+
+
+def test_without_a_disk_a_slow_store_keeps_the_slot(bench: Bench) -> None:
+    slow = Gate(bench.store, "put_stream")
+    drains = bench.drains(store=slow, has_disk=False)
+    drains.enter(tenure_of())
+    bench.host.seal(shelve(at(10), Due.STORE), drains.sealed)
+    assert slow.entered.wait(20)
+    assert bench.ear.drained_steps == {}
+    slow.opened.set()
+    bench.ear.wait_drained(0, 10)
+
+
+@pytest.mark.parametrize("kind", [Transient, NoSpace, Denied])
+def test_a_store_that_fails_for_a_while_is_tried_until_it_works(
+    bench: Bench, kind: type[StoreError]
+) -> None:
+    store = Outage(bench.store, kind)
+    drains = bench.drains(store=store)
+    drains.enter(tenure_of())
+    bench.host.seal(shelve(at(10)), drains.sealed)
+    bench.ear.wait_drained(0, 10)
+    bench.ear.wait_drained(1, 10)
+    bench.ear.wait_event("drain_failed", 2)
+    bench.ear.wait_event("checkpoint_failed")
+    assert bench.ear.failures >= 2
+    assert bench.ear.commits == []
+    bench.host.seal(shelve(at(20)), drains.sealed)
+    bench.ear.wait_drained(0, 20)
+    store.is_out = False
+    bench.ear.wait_committed(at(20))
+    bench.ear.wait_event("drain_recovered")
+    drains.close(CLOSE_S)
+    assert verify(bench.store, threads=1).findings == ()
+
+
+def test_a_store_that_cannot_even_be_opened_is_tried_again(bench: Bench) -> None:
+    tries = 0
+
+    def open_store() -> Store:
+        nonlocal tries
+        tries += 1
+        if tries < 4:
+            raise Denied("credentials have expired")
+        return bench.store
+
+    drains = Drains(open_store, None, bench.shelf, bench.ear, job=JOB, patience_s=PATIENCE_S)
+    drains.enter(tenure_of())
+    bench.host.seal(shelve(at(10), Due.STORE), drains.sealed)
+    bench.ear.wait_committed(at(10))
+    drains.close(CLOSE_S)
+    assert "credentials have expired" in str(bench.ear.events)
+
+
+def test_a_slot_is_given_up_when_the_store_has_failed_for_long(bench: Bench) -> None:
+    store = Outage(bench.store)
+    drains = bench.drains(store=store, has_disk=False)
+    drains.enter(tenure_of())
+    bench.host.seal(shelve(at(10), Due.STORE), drains.sealed)
+    bench.ear.wait_event("drain_failed")
+    assert bench.ear.drained_steps == {}
+    bench.ear.wait_event("drain_gave_up")
+    bench.ear.wait_drained(0, 10)
+    bench.ear.wait_drained(1, 10)
+    store.is_out = False
+    bench.ear.wait_committed(at(10))
+
+
+def test_what_was_written_over_after_its_slot_was_given_up_is_not_committed(bench: Bench) -> None:
+    store = Outage(bench.store)
+    gate = Gate(store, "put_stream", "r00000")
+    drains = bench.drains(store=gate, has_disk=False)
+    drains.enter(tenure_of())
+    images = shelve(at(10), Due.STORE)
+    bench.host.seal(images, drains.sealed)
+    bench.ear.wait_event("drain_gave_up")
+    store.is_out = False
+    assert gate.entered.wait(20)
+    images[0].view[-1] ^= 1
+    gate.opened.set()
+    bench.ear.wait_event("corrupt")
+    assert bench.ear.commits == []
+    assert not is_there(bench.store, done_key(at(10), 0))
+    bench.host.seal(shelve(at(20), Due.STORE), drains.sealed)
+    bench.ear.wait_committed(at(20))
+
+
+def test_a_disk_that_fails_for_long_is_passed_over(bench: Bench) -> None:
+    disk = Outage(bench.disk, NoSpace)
+    drains = bench.drains(disk=disk)
+    drains.enter(tenure_of())
+    bench.host.seal(shelve(at(10)), drains.sealed)
+    bench.ear.wait_event("drain_gave_up")
+    bench.ear.wait_committed(at(10))
+    assert "drain_recovered" not in bench.ear.kinds()
+    bench.ear.wait_drained(0, 10)
+    disk.is_out = False
+    bench.host.seal(shelve(at(20)), drains.sealed)
+    bench.ear.wait_committed(at(20))
+    bench.ear.wait_event("drain_recovered")
+    assert steps_on(bench.disk) == {20}
+
+
+def test_damage_in_memory_gets_nowhere_and_is_named(bench: Bench) -> None:
+    drains = bench.drains()
+    drains.enter(tenure_of())
+    images = shelve(at(10))
+    images[1].view[-1] ^= 1
+    bench.host.seal(images, drains.sealed)
+    bench.ear.wait_event("corrupt")
+    bench.ear.wait_drained(1, 10)
+    _, _, details = next(each for each in bench.ear.events if each[0] == "corrupt")
+    assert (details["rank"], details["tier"], details["step"]) == (1, "memory", 10)
+    assert details["tensor"] in images[1].header.items
+    assert details["offset"] == images[1].header.header_bytes
+    assert not is_there(bench.disk, image_key(at(10), 1))
+    drains.close(0.2)
+    assert bench.ear.commits == []
+
+
+def test_a_damaged_disk_copy_is_found_and_memory_is_used(bench: Bench) -> None:
+    gate = Gate(bench.store, "list")
+    drains = bench.drains(store=gate)
+    drains.enter(tenure_of())
+    images = shelve(at(10))
+    bench.host.seal(images, drains.sealed)
+    bench.ear.wait_drained(0, 10)
+    key = image_key(at(10), 0)
+    data = bytearray(bench.disk.get(key, READ_BYTES_MAX))
+    data[-1] ^= 1
+    bench.disk.put(key, bytes(data))
+    gate.opened.set()
+    bench.ear.wait_committed(at(10))
+    assert next(each[2]["tier"] for each in bench.ear.events if each[0] == "corrupt") == "disk"
+    assert same(bench.store, images[0])
+
+
+def test_with_the_disk_copy_damaged_and_memory_gone_nothing_is_committed(bench: Bench) -> None:
+    gate = Gate(bench.store, "list")
+    drains = bench.drains(store=gate)
+    drains.enter(tenure_of())
+    bench.host.seal(shelve(at(10)), drains.sealed)
+    bench.ear.wait_drained(0, 10)
+    bench.shelf.remove(at(10), 0)
+    key = image_key(at(10), 0)
+    bench.disk.put(key, bench.disk.get(key, READ_BYTES_MAX)[:-1] + b"!")
+    gate.opened.set()
+    bench.ear.wait_event("drain_lost")
+    assert bench.ear.commits == []
+    bench.host.seal(shelve(at(20)), drains.sealed)
+    bench.ear.wait_committed(at(20))
+
+
+def test_the_disk_keeps_as_many_as_its_policy_says(bench: Bench) -> None:
+    drains = bench.drains()
+    drains.enter(tenure_of(disk=TierPolicy(keep=2, keep_every=30)))
+    for step in (10, 20, 30, 40, 50, 60):
+        bench.host.seal(shelve(at(step), Due.DISK), drains.sealed)
+        bench.ear.wait_drained(0, step)
+        bench.ear.wait_drained(1, step)
+    drains.close(CLOSE_S)
+    assert steps_on(bench.disk) == {30, 50, 60}
+
+
+def test_what_waits_for_the_store_stays_on_the_disk(bench: Bench) -> None:
+    gate = Gate(bench.store, "list", "g000001")
+    drains = bench.drains(store=gate)
+    drains.enter(tenure_of(disk=TierPolicy(keep=1)))
+    bench.host.seal(shelve(at(10)), drains.sealed)
+    assert gate.entered.wait(20)
+    for step in (20, 30):
+        bench.host.seal(shelve(at(step), Due.DISK), drains.sealed)
+        bench.ear.wait_drained(0, step)
+        bench.ear.wait_drained(1, step)
+    gate.opened.set()
+    bench.ear.wait_committed(at(10))
+    assert steps_on(bench.disk) >= {10, 30}
+    bench.host.seal(shelve(at(40), Due.DISK), drains.sealed)
+    bench.ear.wait_drained(1, 40)
+    drains.close(CLOSE_S)
+    assert steps_on(bench.disk) == {40}
+
+
+def test_what_was_promised_stays_until_the_next_generation_has_begun(bench: Bench) -> None:
+    drains = bench.drains()
+    drains.enter(tenure_of(disk=TierPolicy(keep=1)))
+    bench.host.seal(shelve(at(10), Due.DISK), drains.sealed)
+    bench.ear.wait_drained(1, 10)
+    drains.promised(2)
+    bench.host.seal(shelve(at(20), Due.DISK), drains.sealed)
+    bench.ear.wait_drained(1, 20)
+    bench.ear.wait_drained(0, 20)
+    assert steps_on(bench.disk) == {10, 20}
+    drains.enter(tenure_of(2, base=at(15), disk=TierPolicy(keep=1)))
+    bench.host.seal(shelve(at(16, 2), Due.DISK), drains.sealed)
+    bench.ear.wait_drained(1, 16)
+    drains.close(CLOSE_S)
+    assert steps_on(bench.disk) == {16}
+
+
+def test_states_of_an_older_generation_never_go_to_the_store(bench: Bench) -> None:
+    gate = Gate(bench.store, "put_stream")
+    drains = bench.drains(store=gate)
+    drains.enter(tenure_of())
+    bench.host.seal(shelve(at(10)), drains.sealed)
+    assert gate.entered.wait(20)
+    bench.host.seal(shelve(at(20)), drains.sealed)
+    bench.ear.wait_drained(1, 20)
+    term = begin_generation(bench.store, 2, base=at(10))
+    drains.enter(tenure_of(2, term=term, base=at(10)))
+    bench.host.seal(shelve(at(15)), drains.sealed)  # adopted
+    gate.opened.set()
+    bench.host.seal(shelve(at(20, 2)), drains.sealed)
+    bench.ear.wait_committed(at(20, 2))
+    drains.close(CLOSE_S)
+    assert bench.ear.commits == [at(20, 2)]
+    assert "/g000001/s000000000020" not in str(list(bench.store.list("")))
+    assert verify(bench.store, threads=1).unreferenced == ()
+    assert 15 in steps_on(bench.disk) or 20 in steps_on(bench.disk)
+
+
+def test_a_keeper_started_anew_does_not_upload_again(bench: Bench) -> None:
+    """Before the commit: its predecessor had uploaded the one image, and not the other."""
+    images = shelve(at(10), Due.STORE)
+    first = bench.drains(has_disk=False)
+    first.enter(tenure_of())
+    bench.host.seal(images[:1], first.sealed)
+    bench.ear.wait_drained(0, 10)
+    first.close(0.0)
+    watched = FaultyStore(bench.store)
+    second = bench.drains(store=watched, has_disk=False)
+    second.enter(tenure_of())
+    bench.host.seal(images, second.sealed)
+    bench.ear.wait_committed(at(10))
+    puts = [key for operation, key in watched.calls if operation == "put_stream"]
+    assert puts == [image_key(at(10), 1)]
+
+
+def test_a_keeper_started_anew_after_the_commit_does_nothing(bench: Bench) -> None:
+    images = shelve(at(10), Due.STORE)
+    first = bench.drains(has_disk=False)
+    first.enter(tenure_of())
+    bench.host.seal(images, first.sealed)
+    bench.ear.wait_committed(at(10))
+    first.close(CLOSE_S)
+    watched = FaultyStore(bench.store)
+    bench.ear.drained_steps.clear()
+    bench.ear.commits.clear()
+    second = bench.drains(store=watched, has_disk=False)
+    second.enter(tenure_of())
+    bench.host.seal(images, second.sealed)
+    bench.ear.wait_drained(0, 10)
+    bench.ear.wait_drained(1, 10)
+    bench.ear.wait_committed(at(10))
+    second.close(CLOSE_S)
+    assert [call for call in watched.calls if call[0].startswith("put")] == []
+    assert len(Log(bench.store).read().commits) == 1
+
+
+def test_another_images_done_record_is_an_error_and_not_overwritten(bench: Bench) -> None:
+    images = shelve(at(10), Due.STORE)
+    other = replace(images[0], record=shelve(at(11))[0].record)
+    first = bench.drains(has_disk=False)
+    first.enter(tenure_of())
+    bench.host.seal(images[:1], first.sealed)
+    bench.ear.wait_drained(0, 10)
+    first.close(0.0)
+    bench.shelf.remove(at(10), 0)
+    second = bench.drains(has_disk=False)
+    second.enter(tenure_of())
+    bench.host.seal([other], second.sealed)
+    bench.ear.wait_event("drain_lost")
+    assert same(bench.store, images[0])
+
+
+def test_the_disk_says_what_it_has(bench: Bench) -> None:
+    from keepstep.ckpt.disk_tier import DiskTier
+
+    drains = bench.drains()
+    drains.enter(tenure_of())
+    images = shelve(at(10), Due.DISK)
+    bench.host.seal(images, drains.sealed)
+    bench.ear.wait_drained(0, 10)
+    bench.ear.wait_drained(1, 10)
+    tier = DiskTier(bench.disk)
+    copies, wrong = tier.copies()
+    assert wrong == []
+    assert [(copy.state, copy.record) for copy in copies] == [
+        (shelved.state, shelved.record) for shelved in images
+    ]
+    assert {copy.plan_digest for copy in copies} == {images[0].structure.digest}
+    assert tier.describe(at(10)) == images[0].description()
+    bench.disk.put(image_key(at(10), 0), b"no image")
+    bench.disk.put(description_key(at(10)), b"{}")
+    copies, wrong = tier.copies()
+    assert [copy.record.rank for copy in copies] == [1]
+    assert len(wrong) == 1
+    with pytest.raises(FormatError):
+        tier.describe(at(10))
+    bench.disk.delete(description_key(at(10)))
+    assert tier.copies() == ([], [])
+
+
+def test_closing_finishes_what_is_due_and_is_bounded(bench: Bench) -> None:
+    drains = bench.drains()
+    drains.enter(tenure_of())
+    bench.host.seal(shelve(at(10)), drains.sealed)
+    drains.close(CLOSE_S)
+    assert is_there(bench.store, manifest_key(at(10)))
+    assert bench.ear.commits == [at(10)]
+    store = Outage(bench.store)
+    stuck = bench.drains(store=store)
+    stuck.enter(tenure_of())
+    bench.host.seal(shelve(at(20)), stuck.sealed)
+    began_s = time.monotonic()
+    stuck.close(0.5)
+    assert time.monotonic() - began_s < 3.0
+
+
+def test_a_lost_answer_is_uploaded_again_and_committed_once(bench: Bench) -> None:
+    for number, operation in enumerate(("put_stream", "put", "put_if_absent", "list"), 1):
+        store = FaultyStore(
+            bench.store, Fault(Action.LOSE_ANSWER, 0, operations=frozenset({operation}))
+        )
+        drains = bench.drains(store=store, has_disk=False)
+        drains.enter(tenure_of())
+        bench.host.seal(shelve(at(10 * number), Due.STORE), drains.sealed)
+        bench.ear.wait_committed(at(10 * number))
+        drains.close(CLOSE_S)
+    assert len(Log(bench.store).read().live) == 4
+    assert Log(bench.store).read().ignored == ()

@@ -14,7 +14,7 @@ import msgspec
 from keepstep.ckpt.document import decode, encode
 from keepstep.ckpt.errors import FormatError
 from keepstep.ckpt.keys import HOSTS_PREFIX, HostKey, host_key, parse_key
-from keepstep.storage.errors import StoreError
+from keepstep.storage.errors import NotFound, StoreError, TooLarge
 from keepstep.storage.store import Store
 
 HINT_BYTES_MAX = 1 << 12
@@ -40,7 +40,7 @@ def read_hint(store: Store, host: str) -> HostHint | None:
     key = host_key(host)
     try:
         hint = decode(store.get(key, HINT_BYTES_MAX), HostHint, bytes_max=HINT_BYTES_MAX, file=key)
-    except (FileNotFoundError, FormatError):
+    except (NotFound, TooLarge, FormatError):
         return None
     return hint if hint.host == host else None
 

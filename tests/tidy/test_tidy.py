@@ -50,6 +50,8 @@ PURE = [
             "lineage",
             "retention",
             "restore",
+            "candidates",
+            "mosaic",
             "address",
             "overlap",
             "pool_errors",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import xxhash
 
 from keepstep.ckpt.checksum import CHUNK_BYTES, chunk_digests, digest128
 from keepstep.ckpt.errors import CheckpointError, Corrupt, FormatError
@@ -76,6 +77,10 @@ def verified(memory: KeeperMemory, slot: Slot, facts: SlotFacts) -> Shelved:
     if structure is None:
         raise FormatError(file, "plan", "a structure that this host knows", header.plan_digest)
     check_data(view, header, file)
+    values = slot.values
+    if xxhash.xxh3_64_intdigest(values) != slot.values_sum:
+        found = f"{xxhash.xxh3_64_intdigest(values):016x}"
+        raise Corrupt(file, "values", f"checksum {slot.values_sum:016x}", found)
     return Shelved(
         state=facts.state,
         rank=facts.rank,
@@ -85,7 +90,7 @@ def verified(memory: KeeperMemory, slot: Slot, facts: SlotFacts) -> Shelved:
         due=facts.due,
         slot=slot.index,
         view=view,
-        values=decode_values(slot.values, file),
+        values=decode_values(values, file),
         structure=structure,
     )
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import msgspec
+import xxhash
 
 from keepstep.ckpt.hostdir import HostDir
 from keepstep.ckpt.keeper_config import KeeperConfig
@@ -314,6 +315,7 @@ class KeeperMemory:
             if is_new:
                 if shelved.state.generation < self.promise.generation:
                     return False
+                slot.values_sum = xxhash.xxh3_64_intdigest(slot.values)
                 slot.sealed()
             if shelved.is_own:
                 seat = self.seat(shelved.rank)

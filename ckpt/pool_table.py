@@ -251,7 +251,7 @@ class SlotRow:
     """
 
     _FIELDS = slice(1, 9)  # generation, step, rank, is_own, pid, ticks, size, values: checksummed
-    _DUE, _PINNED, _OFFSET, _CAPACITY, _OWNER = 16, 17, 18, 19, 24
+    _DUE, _PINNED, _OFFSET, _CAPACITY, _VALUES_SUM, _OWNER = 16, 17, 18, 19, 20, 24
 
     def __init__(self, words: memoryview, index: int) -> None:
         start = _ROWS_AT + index * _ROW_WORDS
@@ -301,6 +301,16 @@ class SlotRow:
     def set_due(self, due: Due) -> None:
         """By the keeper: from now on the image is to go there."""
         self._row[self._DUE] = int(due)
+
+    @property
+    def values_sum(self) -> int:
+        """Checksum of the values, as they were when the image was sealed."""
+        return int(self._row[self._VALUES_SUM])
+
+    @values_sum.setter
+    def values_sum(self, number: int) -> None:
+        """By the keeper, of a CAPTURED slot."""
+        self._row[self._VALUES_SUM] = number
 
     @property
     def pinned(self) -> bool:

@@ -180,6 +180,20 @@ def test_a_flipped_byte_of_a_header_is_found_and_a_living_ranks_slot_left_alone(
     assert states_in(host) == [State(1, 2), State(1, 3)]
 
 
+def test_a_flipped_byte_of_the_values_is_found(host: KeeperHost, rank: KitRank) -> None:
+    slot = rank.seal(1)
+    rank.seal(2, 1)
+    host.kill()
+    with host.place.pool.open("r+b") as file:
+        file.seek(slot.values_offset_bytes + len(b'{"cursor":'))
+        assert file.read(1) == b"1"
+        file.seek(-1, 1)
+        file.write(b"9")
+    host.start()
+    assert states_in(host) == [State(1, 2)]
+    assert "values: expected checksum" in host.events("image_corrupt")[0]["reason"]
+
+
 def test_a_slot_that_a_living_rank_fills_is_left_alone_and_a_dead_ones_is_freed(
     host: KeeperHost,
 ) -> None:

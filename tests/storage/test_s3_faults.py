@@ -13,11 +13,13 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from tests.kit.crash_save import expected_files, faults_found, faults_going_on, prepare, save
 from tests.kit.logs import commit, generation, open_log
 from tests.kit.s3_proxy import Action, Fault, S3Proxy
 from tests.kit.servers import BUCKET, PART_BYTES, SECRET_KEY, Place, free_ports
 from tests.kit.store_suite import pattern
 
+from keepstep.ckpt.errors import CheckpointError
 from keepstep.ckpt.log import read_entries
 from keepstep.storage.errors import (
     Denied,
@@ -50,6 +52,7 @@ OPTIONS = S3Options(
 """However busy the machine, nothing times out by itself."""
 HASTY = replace(OPTIONS, silence_timeout_s=2.0)
 """For what never answers: only where a time-out more than expected changes nothing."""
+EXPECTED = expected_files()
 WRITES: dict[str, Callable[[Store], object]] = {
     "put": lambda store: store.put("a/k", b"new"),
     "put_if_absent": lambda store: store.put_if_absent("a/fresh", b"new"),
@@ -391,6 +394,42 @@ def test_one_fault_anywhere_leaves_the_log_as_if_there_had_been_none(
         assert kinds == ["Term", "Generation", "Commit"], at
         at += 1
     assert requests >= 8
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(Action.STATUS, status=500, code="InternalError"),
+        Fault(Action.STATUS_AFTER, status=503),
+        Fault(Action.RESET),
+        Fault(Action.TRUNCATE),
+        Fault(Action.LIE_ABOUT_LENGTH),
+        Fault(Action.DAMAGE_REQUEST),
+        Fault(Action.DAMAGE_ANSWER),
+    ],
+    ids=lambda fault: f"{fault.action.name}{fault.status}",
+)
+def test_one_fault_in_a_save_leaves_the_old_commit_or_the_new_one(
+    ground: Ground, proxy: S3Proxy, client: S3Client, fault: Fault
+) -> None:
+    """Every third request, beginning elsewhere for each kind; tests/crash has the whole sweep."""
+    inner = S3Store(client, f"{ground.prefix}/count")
+    prepare(inner)
+    proxy.set_faults()
+    save(inner)
+    requests = len(proxy.requests)
+    assert requests >= 20
+    for at in range(len(fault.action.name) % 3, requests, 3):
+        inner = S3Store(client, f"{ground.prefix}/{at}")
+        prepare(inner)
+        acknowledged: list[bool] = []
+        store = RetryingStore(inner, OPTIONS.retry, repeats_unknown=REPEATABLE)
+        proxy.set_faults(replace(fault, at=at))
+        with suppress(StoreError, CheckpointError):
+            save(store, lambda acknowledged=acknowledged: acknowledged.append(True))
+        proxy.set_faults()
+        assert faults_found(inner, bool(acknowledged), EXPECTED) == [], (at, proxy.requests)
+    assert faults_going_on(inner) == []
 
 
 def test_an_append_that_gives_up_has_left_the_old_log_or_the_new_one(

@@ -57,8 +57,12 @@ PURE = [
             "pool_errors",
             "pool_table",
             "slots",
+            "peers",
+            "ack_ledger",
+            "plane_messages",
         )
     ),
+    "storage/peer_wire.py",
     "storage/errors.py",
     "storage/store.py",
     "storage/keys.py",

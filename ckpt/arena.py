@@ -6,15 +6,14 @@ First touch of memory is several times slower than a copy, so it happens here an
 from __future__ import annotations
 
 import mmap
-import os
 from types import TracebackType
 
 from keepstep.ckpt.errors import CheckpointError
+from keepstep.ckpt.host_memory import HEADROOM_BYTES, available_bytes
 
 PAGE_BYTES = 4096
 
 _TOUCH_BYTES = 1 << 20
-_HEADROOM_BYTES = 64 << 20  # left to the rest of the machine
 
 
 class ArenaTooLarge(CheckpointError, MemoryError):
@@ -38,12 +37,12 @@ class Arena:
     def __init__(self, size_bytes: int, what: str = "an image", spare_bytes: int = 0) -> None:
         touched_bytes = max(1, -(-size_bytes // PAGE_BYTES)) * PAGE_BYTES
         self.capacity_bytes = touched_bytes + -(-spare_bytes // PAGE_BYTES) * PAGE_BYTES
-        available_bytes = _available_bytes()
-        if touched_bytes + _HEADROOM_BYTES > available_bytes:
+        left_bytes = available_bytes()
+        if touched_bytes + HEADROOM_BYTES > left_bytes:
             raise ArenaTooLarge(
                 f"{what} needs an arena of {touched_bytes:,} bytes, but only "
-                f"{available_bytes:,} bytes of memory are available (of which "
-                f"{_HEADROOM_BYTES:,} are left free); use fewer ranks a host, or more memory"
+                f"{left_bytes:,} bytes of memory are available (of which "
+                f"{HEADROOM_BYTES:,} are left free); use fewer ranks a host, or more memory"
             )
         self.view = memoryview(mmap.mmap(-1, self.capacity_bytes))
         """All of it, writable."""
@@ -69,15 +68,3 @@ class Arena:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _available_bytes() -> int:
-    """What new allocations can have without swapping, as the kernel reckons it."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

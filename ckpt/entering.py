@@ -28,7 +28,7 @@ SLOTS_MIN = 2
 def enter_rank(
     memory: KeeperMemory, enter: Enter, writer: Writer, on_tenure: Callable[[Tenure], None]
 ) -> Entered:
-    """Let a rank in; the same again for one that asks again.
+    """Let a rank in; the same again for one that asks again, or goes on with another structure.
 
     The first of a generation makes the tenure, which is persisted before anybody gets a slot, and
     told to `on_tenure`; the last one has memory for peers' images made, and what is left over
@@ -46,7 +46,9 @@ def enter_rank(
     with memory.lock:
         who = f"rank {enter.rank} (pid {writer.pid})"
         check_fence(memory.promise, enter.generation, enter.term, who)
-        is_first = check_enter(memory.tenure, enter, config.host)
+        sitting = memory.seat(enter.rank)
+        has_entered = sitting is not None and sitting.writer == writer
+        is_first = check_enter(memory.tenure, enter, config.host, has_entered=has_entered)
         _check_header(memory.structures, config.job, enter)
         if is_first:
             tenure = _tenure(memory, enter)

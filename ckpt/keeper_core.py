@@ -101,8 +101,13 @@ def promised(promise: Promise, generation: int, term: int, who: str) -> Promise:
     return Promise(generation, term)
 
 
-def check_enter(tenure: Tenure | None, enter: Enter, host: str) -> bool:
+def check_enter(
+    tenure: Tenure | None, enter: Enter, host: str, *, has_entered: bool = False
+) -> bool:
     """Whether `enter` begins a new tenure (else it joins the present one).
+
+    A rank that `has_entered` the present one may bring another structure: optimizers make state in
+    their first step. Then the same generation goes on with that.
 
     Raises Refusal for one that contradicts itself, this host, or the present tenure.
     """
@@ -131,6 +136,8 @@ def check_enter(tenure: Tenure | None, enter: Enter, host: str) -> bool:
                 f"{where}: {name} is {found}, but was {expected} for the rank that came first"
             )
     if tenure.structure.digest != enter.structure.digest:
+        if has_entered:
+            return True
         raise Refusal(
             f"{where}: its structure has digest {enter.structure.digest}, but that of the rank "
             f"that came first has {tenure.structure.digest}"

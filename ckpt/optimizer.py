@@ -22,11 +22,11 @@ _BATCH_BYTES = 64 * 2**20  # of zero gradients that exist at one time
 def materialize_state(optimizer: torch.optim.Optimizer) -> bool:
     """Make the state of all trainable parameters exist, changing no value.
 
-    Only for the fused Adam and AdamW of torch: a step whose `found_inf` is one allocates the
-    state and rejects the update on the device. Their fresh state is zeros, which is what they
-    would begin with later, so a parameter that never gets a gradient is not affected either.
-    (SGD's momentum is not: its first value is the gradient itself.) Hooks of `step` do not run,
-    gradients are as before on return.
+    For Adam and AdamW of torch: a fused step whose `found_inf` is one allocates the state and
+    rejects the update on the device. Their fresh state is zeros, which is what they would begin
+    with later, so a parameter that never gets a gradient is not affected either. (SGD's momentum
+    is: its first value is the gradient itself.) Hooks of `step` do not run, gradients and options
+    are as before on return.
 
     Returns whether every trainable parameter now has state.
     """
@@ -34,13 +34,16 @@ def materialize_state(optimizer: torch.optim.Optimizer) -> bool:
     absent = [param for param in params if param.requires_grad and not optimizer.state.get(param)]
     if not absent:
         return True
-    fused = all(group.get("fused") for group in optimizer.param_groups)
-    if type(optimizer) not in _GATED or not fused:
+    differs = any(group.get("differentiable") for group in optimizer.param_groups)
+    if type(optimizer) not in _GATED or differs or not all(map(_may_be_fused, absent)):
         return False
     before = [(param, param.grad) for param in params]
     gate_before = getattr(optimizer, "found_inf", None)
     step = cast("Callable[[torch.optim.Optimizer], None]", inner_step(type(optimizer)))
+    options = [(group, group["fused"], group["foreach"]) for group in optimizer.param_groups]
     try:
+        for group in optimizer.param_groups:
+            group["fused"], group["foreach"] = True, False
         for param in params:
             param.grad = None
         for batch in _batches(absent):
@@ -52,12 +55,36 @@ def materialize_state(optimizer: torch.optim.Optimizer) -> bool:
             for param in batch:
                 param.grad = None
     finally:
+        for group, fused, foreach in options:
+            group["fused"], group["foreach"] = fused, foreach
         for param, grad in before:
             param.grad = grad
         vars(optimizer).pop("found_inf", None)
         if gate_before is not None:
             vars(optimizer)["found_inf"] = gate_before
+    _count_where_others_do(optimizer, absent)
     return True
+
+
+def _may_be_fused(param: torch.Tensor) -> bool:
+    """Whether the fused step takes such a parameter."""
+    return param.is_floating_point() and local_tensor(param).device.type in ("cpu", "cuda")
+
+
+def _count_where_others_do(
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
+) -> None:
+    """Put the count of steps where a step that is not fused keeps it: on the CPU."""
+    is_double = torch.get_default_dtype() == torch.float64
+    dtype = torch.float64 if is_double else torch.float32
+    made = {id(param) for param in params}
+    for group in optimizer.param_groups:
+        if group["fused"] or group.get("capturable"):
+            continue
+        for param in group["params"]:
+            if id(param) in made:
+                state = optimizer.state[param]
+                state["step"] = state["step"].to("cpu", dtype)
 
 
 def inner_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:

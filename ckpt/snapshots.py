@@ -6,8 +6,6 @@ table alone: a slot that is CAPTURED is the keeper's, and what became of it is r
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from keepstep.ckpt.bell import Ringer
 from keepstep.ckpt.control import Entered
 from keepstep.ckpt.copier import Copier, Copying
 from keepstep.ckpt.device_copies import Registered
@@ -76,8 +75,7 @@ class _Opened:
     rule: SlotRule
     copier: Copier
     guard: UpdateGuard
-    bell: socket.socket
-    bell_path: str
+    ringer: Ringer
     writer: Writer
 
 
@@ -174,7 +172,6 @@ class Snapshots:
         is_cuda = self._parts.is_on_cuda()
         registered = tuple(Registered(slot.image) for slot in slots) if is_cuda else ()
         copies = tuple(SlotCopy(self._parts, self._header, slot.image, streams) for slot in slots)
-        bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._opened = _Opened(
             generation=generation,
             pool=pool,
@@ -185,8 +182,7 @@ class Snapshots:
             rule=rule,
             copier=Copier(),
             guard=UpdateGuard(self._registry.optimizers, self._hold_update),
-            bell=bell,
-            bell_path=str(HostDir(Path(entered.pool).parent).bell),
+            ringer=Ringer(HostDir(Path(entered.pool).parent).bell),
             writer=this_process(),
         )
 
@@ -288,7 +284,7 @@ class Snapshots:
         opened.copier.close()
         for memory in opened.registered:
             memory.close()
-        opened.bell.close()
+        opened.ringer.close()
         opened.pool.close()
 
     # Inside.
@@ -329,7 +325,7 @@ class Snapshots:
             if problem is not None:
                 self._lose(state, decision.due, problem)
                 slot.free()
-            self._ring(opened)
+            opened.ringer.ring()
 
         opened.copier.begin(Copying(jobs, streams, ended))
         if not self._choice.is_overlapped:
@@ -367,9 +363,3 @@ class Snapshots:
             self._drained_by_loss = state.step
         self._lost = state.step
         self._problems.append((state, f"{type(error).__name__}: {error}"))
-
-    @staticmethod
-    def _ring(opened: _Opened) -> None:
-        """Wake the keeper. It looks by itself soon enough if it does not hear."""
-        with contextlib.suppress(OSError):
-            opened.bell.sendto(b"\0", opened.bell_path)

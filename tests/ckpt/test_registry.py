@@ -213,6 +213,41 @@ def test_the_state_of_a_fused_adam_exists_after_registration() -> None:
     assert stepped == []
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "options", [{}, {"foreach": True}, {"amsgrad": True}, {"fused": True}, {"capturable": False}]
+)
+def test_state_made_early_is_the_one_that_the_first_step_would_make(
+    kind: type[torch.optim.Optimizer], options: dict[str, bool]
+) -> None:
+    models = [Uneven(), Uneven()]
+    optimizers = [kind(model.parameters(), lr=0.1, **options) for model in models]  # type: ignore[call-arg]
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizers[0].param_groups
+    ]
+    registry = Registry(ONE, 0)
+    registry.add_module("model/", models[0])
+    registry.add_optimizer("optimizer/", optimizers[0])
+    assert not registry.has_absent_state()
+    for group, before in zip(optimizers[0].param_groups, groups, strict=True):
+        assert {key: value for key, value in group.items() if key != "params"} == before
+    for model in models:
+        full_values(model)
+    for number in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 0.5 + number)
+            optimizer.step()
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, other)
+        states = optimizers[0].state[one], optimizers[1].state[other]
+        assert states[0].keys() == states[1].keys()
+        for key, value in states[0].items():
+            assert torch.equal(value, states[1][key])
+            assert (value.dtype, value.device) == (states[1][key].dtype, states[1][key].device)
+
+
 def test_state_that_cannot_be_made_early_is_found_after_the_first_step() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -348,7 +348,7 @@ def test_the_keeper_is_rung_and_nobody_minds_if_it_does_not_hear(tmp_path: Path)
             bell.bind(str(tmp_path / "bell"))
             bell.settimeout(PATIENCE_S)
             snapshots.capture(State(1, 2), Due.NOWHERE, snapshots.level())
-            assert bell.recv(10) == b"\0"
+            assert bell.recv(10)
         assert snapshots.take_problems() == []
 
 

@@ -21,7 +21,8 @@
 
 Defined beside the one place that raises them, and CheckpointErrors too: `ArenaTooLarge` (arena),
 `LinesError` (jsonlines), `OtherRanksFailed` (agree), `BadLayout` (layout), `TargetTaken` (writer)
-and `Unconvertible` (hf_config).
+and `Unconvertible` (hf_config). Those of keepers are in `keeper_errors`, those of a host's shared
+memory in `pool_errors`.
 
 A caller writes::
 

@@ -277,6 +277,7 @@ class Committer:
             self._watched = {}
             self._tries = 0
             self._changed.notify_all()
+        self._reporter.superseded(tenure.generation)
         self._reporter.event(
             "superseded",
             str(error),

@@ -15,6 +15,8 @@ import sys
 import threading
 from pathlib import Path
 
+import setproctitle
+
 from keepstep.ckpt.bell import Bell
 from keepstep.ckpt.control import Attach, Attached, Enter, Entered
 from keepstep.ckpt.disk_tier import DiskTier
@@ -264,6 +266,7 @@ def main(arguments: list[str]) -> int:
     except KeeperRunning as error:
         sys.stderr.write(f"keeper: {error}\n")
         return 3
+    setproctitle.setproctitle(f"keepstep: keeper host {config.host} run {config.job}")
     with lock:
         Keeper(config, place, events).run()
     return 0

@@ -374,6 +374,10 @@ class KeeperMemory:
                     seat.drained = max(seat.drained, state.step)
                 seat.failures += 1
 
+    def superseded(self, generation: int) -> None:
+        """See `Reporter.superseded`: the next capture of this host's ranks raises Stale."""
+        self.pool.header.raise_fence(generation + 1)
+
     def event(self, kind: str, reason: str, **details: object) -> None:
         """See `Reporter.event`."""
         self.tell(kind, reason, **details)

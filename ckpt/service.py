@@ -31,6 +31,9 @@ class Reporter(Protocol):
     def committed(self, state: State) -> None:
         """The log has a commit of `state`."""
 
+    def superseded(self, generation: int) -> None:
+        """A newer run has taken over the log: ranks of `generation` are to end."""
+
     def event(self, kind: str, reason: str, **details: object) -> None:
         """Something worth a line in the event log."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.kit.checkpoints import PLACEMENTS, TENSORS, data_of, write_images
+from tests.kit.checkpoints import PLACEMENTS, TENSORS, write_images
 from tests.kit.logs import MESH, generation, open_log
 
 from keepstep.ckpt.image_parse import header_size, parse
@@ -29,7 +29,6 @@ JOB = "run-a"
 BOTH = Due.DISK | Due.STORE
 WAIT_S = 20.0
 READ_BYTES_MAX = 1 << 24
-__all__ = ["data_of"]
 
 
 def structure_of(tensors: dict[str, TensorSpec] = TENSORS) -> Structure:
@@ -116,12 +115,18 @@ class Ear:
 
     drained_steps: dict[int, list[int]] = field(default_factory=dict)
     commits: list[State] = field(default_factory=list)
+    over: list[int] = field(default_factory=list)
     events: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     failures: int = 0
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def acked(self, rank: int, step: int) -> None:
         raise NotImplementedError
+
+    def superseded(self, generation: int) -> None:
+        with self.changed:
+            self.over.append(generation)
+            self.changed.notify_all()
 
     def drained(self, rank: int, step: int) -> None:
         with self.changed:

@@ -43,6 +43,7 @@ def enter_rank(
     config = memory.config
     check_sound(enter.structure, config.job, f"the structure of rank {enter.rank}")
     memory.structures.header(enter.structure, enter.rank)  # takes its time, so before the lock
+    memory.bury()
     with memory.lock:
         who = f"rank {enter.rank} (pid {writer.pid})"
         check_fence(memory.promise, enter.generation, enter.term, who)

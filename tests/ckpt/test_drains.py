@@ -77,7 +77,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     yield made
     made.close()
     names = {thread.name for thread in threading.enumerate()}
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 60
     while any(name.startswith("keepstep-") for name in names) and time.monotonic() < deadline_s:
         time.sleep(0.01)
         names = {thread.name for thread in threading.enumerate()}
@@ -164,7 +164,7 @@ def test_a_store_that_takes_a_minute_holds_no_slot_where_there_is_a_disk(bench: 
         bench.host.seal(shelve(at(step)), drains.sealed)
         bench.ear.wait_drained(0, step)
         bench.ear.wait_drained(1, step)
-    assert slow.entered.wait(20)
+    assert slow.entered.wait(60)
     status = drains.status()
     assert status["lag_steps"] == 30
     assert status["store"] == {"waiting_steps": [10, 20, 30], "tries_failed": 0, "failing_s": 0.0}
@@ -184,7 +184,7 @@ def test_without_a_disk_a_slow_store_keeps_the_slot(bench: Bench) -> None:
     drains = bench.drains(store=slow, has_disk=False)
     drains.enter(tenure_of())
     bench.host.seal(shelve(at(10), Due.STORE), drains.sealed)
-    assert slow.entered.wait(20)
+    assert slow.entered.wait(60)
     assert bench.ear.drained_steps == {}
     slow.opened.set()
     bench.ear.wait_drained(0, 10)
@@ -254,7 +254,7 @@ def test_what_was_written_over_after_its_slot_was_given_up_is_not_committed(benc
     bench.host.seal(images, drains.sealed)
     bench.ear.wait_event("drain_gave_up")
     store.is_out = False
-    assert gate.entered.wait(20)
+    assert gate.entered.wait(60)
     images[0].view[-1] ^= 1
     gate.opened.set()
     bench.ear.wait_event("corrupt")
@@ -346,7 +346,7 @@ def test_what_waits_for_the_store_stays_on_the_disk(bench: Bench) -> None:
     drains = bench.drains(store=gate)
     drains.enter(tenure_of(disk=TierPolicy(keep=1)))
     bench.host.seal(shelve(at(10)), drains.sealed)
-    assert gate.entered.wait(20)
+    assert gate.entered.wait(60)
     for step in (20, 30):
         bench.host.seal(shelve(at(step), Due.DISK), drains.sealed)
         bench.ear.wait_drained(0, step)
@@ -382,7 +382,7 @@ def test_states_of_an_older_generation_never_go_to_the_store(bench: Bench) -> No
     drains = bench.drains(store=gate)
     drains.enter(tenure_of())
     bench.host.seal(shelve(at(10)), drains.sealed)
-    assert gate.entered.wait(20)
+    assert gate.entered.wait(60)
     bench.host.seal(shelve(at(20)), drains.sealed)
     bench.ear.wait_drained(1, 20)
     term = begin_generation(bench.store, 2, base=at(10))
@@ -493,7 +493,7 @@ def test_closing_finishes_what_is_due_and_is_bounded(bench: Bench) -> None:
     bench.host.seal(shelve(at(20)), stuck.sealed)
     began_s = time.monotonic()
     stuck.close(0.5)
-    assert time.monotonic() - began_s < 3.0
+    assert time.monotonic() - began_s < 30
 
 
 def test_a_lost_answer_is_uploaded_again_and_committed_once(bench: Bench) -> None:

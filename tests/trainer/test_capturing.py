@@ -128,9 +128,9 @@ def test_every_step_is_captured_and_marked_for_the_tiers_that_are_due(
 
 
 def test_what_is_due_by_the_clock_is_decided_by_rank_0_for_all(make: Callable[..., Rank]) -> None:
-    rank = make(tiers=Tiers(store=TierPolicy(every_s=0.05)))
+    rank = make(tiers=Tiers(store=TierPolicy(every_s=2.0)))
     assert rank.capturing.entries(1)["due"] == ("max", 0.0)
-    time.sleep(0.06)
+    time.sleep(2.0)
     assert rank.capturing.entries(1)["due"] == ("max", float(Due.STORE))
     rank.step(1)
     assert rank.capturing.entries(2)["due"] == ("max", 0.0)
@@ -143,6 +143,7 @@ def test_the_lag_is_since_the_state_that_is_durable(make: Callable[..., Rank]) -
         rank.keep_up()
         rank.step(step)
     rank.keep_up()
+    after_48_s = time.monotonic()
     before = rank.step(49)
     assert before.steps == 9
     time.sleep(0.05)
@@ -150,7 +151,7 @@ def test_the_lag_is_since_the_state_that_is_durable(make: Callable[..., Rank]) -
     rank.seat.committed = 48
     after = rank.step(50)
     assert after.steps == 2
-    assert after.seconds < before.seconds + 0.05
+    assert after.seconds < before.seconds + time.monotonic() - after_48_s
     assert rank.capturing.committed == 48
 
 
@@ -210,7 +211,7 @@ def test_the_end_waits_for_memory_for_the_tiers_and_for_the_commit(
 
     thread = threading.Thread(target=keeper)
     thread.start()
-    rank.capturing.save_last(5, patience_s=5)
+    rank.capturing.save_last(5, patience_s=60)
     assert did == ["drained", "committed"]
     thread.join()
     assert Due.STORE in rank.due_of(5)
@@ -226,4 +227,4 @@ def test_an_end_that_cannot_be_saved_says_so_after_its_patience(
     began_s = time.monotonic()
     with pytest.raises(NotSaved, match=r"stopped at step 3, .*3 failures .* commit is step 2"):
         rank.capturing.save_last(3, patience_s=0.3)
-    assert 0.3 < time.monotonic() - began_s < 5
+    assert 0.3 < time.monotonic() - began_s < 60

@@ -226,7 +226,12 @@ class LibraryRun:
         problem = None
         try:
             if entered is not None:
-                self.snapshots.open(entered, self.begun.generation, count)
+                self.snapshots.open(
+                    entered,
+                    self.begun.generation,
+                    count,
+                    is_from_nothing=self.begun.base is None and self.captured == STEP_NONE,
+                )
         except (CheckpointError, OSError, RuntimeError) as error:
             problem = str(error)
         agree(self._group, "opening the pools", problem)

@@ -132,11 +132,12 @@ def manifest_of(
     records: list[ImageRecord | None],
     values: dict[str, object],
     state: State = STATE,
+    job: str = "test",
 ) -> Manifest:
     """The manifest of images that were written."""
     return Manifest(
         format=FORMAT_VERSION,
-        job="test",
+        job=job,
         state=state,
         mesh=structure.mesh,
         placements=structure.placements,
@@ -149,13 +150,13 @@ def manifest_of(
 
 
 def write_image(
-    registry: Registry, structure: Structure, store: Store, state: State
+    registry: Registry, structure: Structure, store: Store, state: State, job: str = "test"
 ) -> ImageRecord | None:
     """Copy, seal and store what this rank owns; None if that is nothing."""
     mesh = structure.mesh
     owned = Plan(mesh, structure.placements, structure.tensors).owned(registry.rank)
     items = items_of(structure.tensors, owned)
-    header = build("test", state, registry.rank, mesh, structure.digest, items)
+    header = build(job, state, registry.rank, mesh, structure.digest, items)
     if not header.data_bytes:
         return None
     image = memoryview(bytearray(header.size_bytes))

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from keepstep.ckpt.capture import SMALL_BYTES, copy_small
 from keepstep.ckpt.region import relative_to, slices
 from keepstep.ckpt.registry import Held, Registry
 from keepstep.ckpt.restore import Piece
+from keepstep.ckpt.small_copies import SMALL_BYTES, copy_small
 from keepstep.ckpt.torch_dtypes import torch_dtype
 
 

@@ -61,6 +61,9 @@ class Wanted:
         image_bytes_max: the largest image that this rank may get.
         init_from: the checkpoint of another run to begin from, if there is nothing to resume.
         weights_only: leave that one's optimizer state.
+        last_step: where the run is to end; None: nowhere. An uncommitted state of that step or a
+            later one is not taken: nothing would be captured after it, so it would never be
+            committed. The step before it is, and the last step is done again.
         refuse: why a state's manifest is not of this run; "" if it is. Asked on rank 0.
         apply: applies what was staged; for who has something to put back afterwards.
         threads: that read and verify: this rank's share of the host's cores.
@@ -74,6 +77,7 @@ class Wanted:
     image_bytes_max: int = 0
     init_from: Address | None = None
     weights_only: bool = False
+    last_step: int | None = None
     refuse: Callable[[Manifest], str] = lambda manifest: ""
     apply: Callable[[Staged], None] = _apply
     threads: int = 1

@@ -21,7 +21,7 @@ from keepstep.ckpt.log import Log
 from keepstep.ckpt.manifest import State, encode_manifest
 from keepstep.ckpt.placement import Mesh
 from keepstep.ckpt.reader import open_checkpoint
-from keepstep.ckpt.survey import Survey, Unsure, other_inventories
+from keepstep.ckpt.survey import Found, Survey, Unsure, other_inventories
 from keepstep.ckpt.tiers import Tier
 from keepstep.storage.errors import StoreError
 from keepstep.storage.locate import open_store
@@ -123,6 +123,8 @@ class Chooser:
                 self._check_parent(lineage)
         try:
             found = self._survey.next()
+            while found is not None and self._is_too_far(found):
+                found = self._survey.next()
         except Unsure as error:
             raise BeginRefused(f"{error}. {NO_PROOF}") from error
         passed_over = tuple(self._survey.passed_over)
@@ -169,6 +171,19 @@ class Chooser:
         return Told()
 
     # Inside.
+
+    def _is_too_far(self, found: Found) -> bool:
+        """Whether it is an uncommitted state from which on the run has nothing to do."""
+        last, state = self._wanted.last_step, found.settled.manifest.state
+        if last is None or found.is_committed or state.step < last:
+            return False
+        self._wanted.tell(
+            "state_passed_over",
+            f"{state_words(state)} was never committed, and the run is to end at step {last}: it "
+            "goes on from an older one, to commit what it comes to",
+            step=state.step,
+        )
+        return True
 
     def _check_commits(self, lineage: Lineage) -> None:
         """Refuse another run's checkpoint before anything is written to its log.

@@ -19,7 +19,7 @@
         ├── LogMoved                another entry came first: read the log and decide again
         └── WrongJob                the store belongs to another job
 
-Defined beside the one place that raises them, and CheckpointErrors too: `ArenaTooLarge` (arena),
+Defined beside the one place that raises them, and CheckpointErrors too: `StageTooLarge` (mapping),
 `LinesError` (jsonlines), `OtherRanksFailed` (agree), `BadLayout` (layout), `TargetTaken` (writer)
 and `Unconvertible` (hf_config). Those of keepers are in `keeper_errors`, those of a host's shared
 memory in `pool_errors`.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from keepstep.ckpt.arena import ArenaTooLarge
+from keepstep.ckpt.errors import CheckpointError
 
 _MAP_NORESERVE = 0x4000
 _POPULATE_READ = 22
@@ -24,6 +24,10 @@ _PAGE_BYTES = 4096
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS)
+
+
+class StageTooLarge(CheckpointError, MemoryError):
+    """There is not the memory to stage a state in."""
 
 
 def populate(view: memoryview) -> None:
@@ -67,7 +71,7 @@ class StageMemory:
     def reserve(self, offset: int, size_bytes: int) -> None:
         """Make the pages of a range present for writing.
 
-        Raises ArenaTooLarge if there is not the memory.
+        Raises StageTooLarge if there is not the memory.
         """
         start = offset // _PAGE_BYTES * _PAGE_BYTES
         end = min(-(-(offset + size_bytes) // _PAGE_BYTES) * _PAGE_BYTES, len(self.view))
@@ -81,7 +85,7 @@ class StageMemory:
                 number = 0
         if number and number not in _UNSUPPORTED:
             where = "memory" if self._path is None else f"{self._path.parent}"
-            raise ArenaTooLarge(
+            raise StageTooLarge(
                 f"staging {size_bytes:,} bytes more in {where} failed: {os.strerror(number)}; "
                 "use fewer ranks a host, more memory, or a larger tmpfs"
             )

@@ -15,11 +15,10 @@ import msgspec
 import torch.distributed as dist
 
 from keepstep.ckpt.agree import all_gather_bytes
-from keepstep.ckpt.arena import ArenaTooLarge
 from keepstep.ckpt.copies import Fault, Lost
 from keepstep.ckpt.errors import CheckpointError, Corrupt, StructureMismatch
 from keepstep.ckpt.load import Loading, Staged
-from keepstep.ckpt.mapping import StageMemory
+from keepstep.ckpt.mapping import StageMemory, StageTooLarge
 from keepstep.storage.errors import StoreError
 
 _TOLD_MAX = 16
@@ -174,7 +173,7 @@ class Together:
         except Lost as error:
             text = str(error)
             return _Word(trouble=text) if error.is_trouble else _Word(lost=text)
-        except (ArenaTooLarge, OSError) as error:
+        except (StageTooLarge, OSError) as error:
             if isinstance(error, StoreError):
                 return _Word(lost=str(error))
             return _Word(trouble=str(error))

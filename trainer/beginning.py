@@ -77,6 +77,7 @@ def begin_run(
         image_bytes_max=snapshots.size_bytes,
         init_from=job.init_from,
         weights_only=job.weights_only,
+        last_step=job.config.run.steps,
         refuse=refuse,
         apply=apply,
         threads=min(_FETCH_THREADS_MAX, cores_per_rank()),

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from tests.kit.mounts import small_tmpfs
 
-from keepstep.ckpt.arena import ArenaTooLarge
-from keepstep.ckpt.mapping import StageMemory, populate
+from keepstep.ckpt.mapping import StageMemory, StageTooLarge, populate
 from keepstep.storage.local import is_local
 
 
@@ -64,7 +63,7 @@ def test_a_tmpfs_that_is_full_is_an_error_with_numbers(tmp_path: Path) -> None:
     with small_tmpfs(tmp_path / "small", "size=1m") as place:
         memory = StageMemory(8 << 20, place / "stage-1")
         memory.reserve(0, 64 << 10)
-        with pytest.raises(ArenaTooLarge, match="4,194,304 bytes"):
+        with pytest.raises(StageTooLarge, match="4,194,304 bytes"):
             memory.reserve(0, 4 << 20)
         memory.view[:3] = b"abc"
         memory.close()

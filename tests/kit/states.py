@@ -162,8 +162,8 @@ def write_image(
     image = memoryview(bytearray(header.size_bytes))
     copy = SlotCopy(ImageParts(registry, header), header, image, Streams())
     copy.copy_inside()
-    for job in copy.jobs(state)[0]:
-        job()
+    for part in copy.jobs(state)[0]:
+        part()
     sealed = seal(header, chunk_digests(image[header.header_bytes :]))
     image[: header.header_bytes] = sealed
     store.put(image_key(state, header.rank), image)

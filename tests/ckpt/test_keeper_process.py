@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -85,6 +86,7 @@ def test_a_stopped_keeper_is_replaced_too(
 ) -> None:
     older = hold(place, "gentle", holders)
     older.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, older.pid, os.WSTOPPED)  # until then a SIGTERM would come first
     assert replace_older(place.path, "h0", timeout_s=0.3) == older.pid
     assert older.wait(60) == -signal.SIGKILL
 

@@ -56,10 +56,17 @@ class Course:
         return self._log.read()
 
     def newest(self) -> Committed | None:
-        """The newest commit of this generation, as far as the log has been read."""
+        """The newest live commit of this generation, as far as the log has been read."""
         number = self.tenure.generation
-        commits = self._log.known().commits
-        return next((one for one in commits if one.state.generation == number), None)
+        live = self._log.known().live
+        return next((one for one in live if one.state.generation == number), None)
+
+    def committed_to(self) -> int:
+        """No state of this generation at or below this step will ever be committed (again)."""
+        lineage = self._log.known()
+        newest = lineage.generation
+        is_newest = newest is not None and newest.number == self.tenure.generation
+        return lineage.committed_to if is_newest else -1
 
     def gather(self, state: State, records: Mapping[int, ImageRecord]) -> dict[int, ImageRecord]:
         """The done records of `state`: those known, and what other hosts have put since.

@@ -227,17 +227,19 @@ class Committer:
     def _hear(self, course: Course, state: State | None = None) -> bool:
         """Take note of the newest commit that the log is known to have: is it that of `state`?"""
         newest = course.newest()
+        floor = course.committed_to()
+        with self._changed:
+            if self._tenure != course.tenure:
+                return False
+            watched = None if newest is None else self._watched.get(newest.state)
+            for settled in [each for each in self._watched if each.step <= floor]:
+                del self._watched[settled]
+            is_news = newest is not None and newest.state != self._committed
+            if newest is not None:
+                self._committed = newest.state
+            self._changed.notify_all()
         if newest is None:
             return False
-        with self._changed:
-            if self._tenure is None or newest.state.generation != self._tenure.generation:
-                return False
-            is_news = self._committed is None or newest.state.step > self._committed.step
-            self._committed = newest.state
-            watched = self._watched.get(newest.state)
-            for older in [each for each in self._watched if each.step <= newest.state.step]:
-                del self._watched[older]
-            self._changed.notify_all()
         if is_news:
             self._reporter.committed(newest.state)
         if is_news and watched is not None and course.tenure.is_committer:

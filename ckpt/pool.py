@@ -136,6 +136,7 @@ class Pool:
         self._words = words
         self._slots: list[Slot] = []
         self._lock = threading.Lock()
+        self._making = threading.Lock()  # the keeper's threads make and remove one at a time
         self.header = Header(words)
         self.seats: Sequence[Seat] = tuple(Seat(words, index) for index in range(SEATS_MAX))
 
@@ -207,27 +208,8 @@ class Pool:
             PoolTooLarge: shared memory, or the machine's, does not suffice. Nothing has changed.
             PoolFull: the table has no row left.
         """
-        slots = self.slots
-        capacity = max(1, -(-capacity_bytes // PAGE_BYTES)) * PAGE_BYTES
-        fitting = [
-            slot
-            for slot in slots
-            if slot.status is SlotStatus.ABSENT and capacity <= slot.capacity_bytes <= 2 * capacity
-        ]
-        if fitting:
-            slot = min(fitting, key=lambda slot: slot.capacity_bytes)
-            self._make(slot, what)
-            return slot
-        if len(slots) == SLOTS_MAX:
-            raise PoolFull(f"{self.path}: all {SLOTS_MAX} slots are in use; start a new pool")
-        slot = Slot(self._words, len(slots), self._fd)
-        slot.place(self.header.data_end, capacity)
-        self._make(slot, what)
-        self.header.data_end += VALUES_BYTES + capacity
-        with self._lock:
-            self._slots.append(slot)
-            self.header.rows = len(self._slots)
-        return slot
+        with self._making:
+            return self._add_slot(max(1, -(-capacity_bytes // PAGE_BYTES)) * PAGE_BYTES, what)
 
     def remove_slot(self, index: int) -> int:
         """By the keeper: the slot becomes ABSENT, and its memory goes back to the system.
@@ -236,9 +218,10 @@ class Pool:
         that cannot make holes (the memory serves the next slot that fits, then).
         """
         slot = self.slots[index]
-        slot.absent()
-        slot.forget()
-        return self._punch(slot.values_offset_bytes, VALUES_BYTES + slot.capacity_bytes)
+        with self._making:
+            slot.absent()
+            slot.forget()
+            return self._punch(slot.values_offset_bytes, VALUES_BYTES + slot.capacity_bytes)
 
     def close(self) -> None:
         """Close the file. Views and slots handed out stay good as long as somebody has them."""
@@ -256,6 +239,36 @@ class Pool:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _add_slot(self, capacity: int, what: str) -> Slot:
+        slots = self.slots
+        fitting = [
+            slot
+            for slot in slots
+            if slot.status is SlotStatus.ABSENT and capacity <= slot.capacity_bytes <= 2 * capacity
+        ]
+        if fitting:
+            slot = min(fitting, key=lambda slot: slot.capacity_bytes)
+            self._make(slot, what)
+            return slot
+        if len(slots) == SLOTS_MAX:
+            raise PoolFull(f"{self.path}: all {SLOTS_MAX} slots are in use; start a new pool")
+        # Who dies in here leaves an ABSENT row, whose place serves the next slot that fits.
+        index, start = len(slots), self.header.data_end
+        row = SlotRow(self._words, index)
+        row.absent()  # whatever who died before left there
+        row.place(start, capacity)
+        self.header.data_end = start + VALUES_BYTES + capacity
+        self.header.rows = index + 1
+        slot = self.slots[index]
+        try:
+            self._make(slot, what)
+        except BaseException:
+            with self._lock:
+                self.header.rows, self.header.data_end = index, start
+                del self._slots[index:]
+            raise
+        return slot
 
     def _make(self, slot: Slot, what: str) -> None:
         """Allocate and touch the memory of an ABSENT slot, then have it be FREE."""

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,13 @@ from keepstep.ckpt.host_memory import HEADROOM_BYTES
 from keepstep.ckpt.manifest import State
 from keepstep.ckpt.pool import PAGE_BYTES, Pool
 from keepstep.ckpt.pool_errors import PoolDamaged, PoolFull, PoolTooLarge, WrongStatus
-from keepstep.ckpt.pool_table import SLOTS_MAX, TABLE_BYTES, VALUES_BYTES, SlotStatus
+from keepstep.ckpt.pool_table import (
+    SLOTS_MAX,
+    TABLE_BYTES,
+    VALUES_BYTES,
+    SlotRow,
+    SlotStatus,
+)
 from keepstep.ckpt.process import this_process
 from keepstep.ckpt.tiers import Due
 
@@ -199,6 +207,24 @@ def test_an_old_view_of_a_removed_slot_sees_zeros(pool: Pool) -> None:
     view = pool.slots[0].image
     pool.remove_slot(0)
     assert bytes(view[:10]) == b"\0" * 10
+
+
+def test_what_a_dead_keeper_left_in_a_row_that_it_had_yet_to_count_is_no_hindrance(
+    pool: Pool,
+) -> None:
+    row = SlotRow(pool._words, 0)
+    row.place(7, 7)
+    row.present()
+    slot = pool.add_slot(MB)
+    assert (slot.index, slot.values_offset_bytes, slot.status) == (0, TABLE_BYTES, SlotStatus.FREE)
+
+
+def test_threads_that_add_slots_get_slots_of_their_own(pool: Pool) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        slots = list(threads.map(lambda _: pool.add_slot(MB), range(12)))
+    assert sorted(slot.index for slot in slots) == list(range(12))
+    assert len({slot.values_offset_bytes for slot in slots}) == 12
+    assert pool.path.stat().st_size == TABLE_BYTES + 12 * (MB + VALUES_BYTES)
 
 
 def test_a_table_that_is_full_is_said(pool: Pool) -> None:
@@ -464,6 +490,44 @@ def test_processes_killed_anywhere_leave_only_whole_images(pool: Pool) -> None:
         assert len(filling) <= 1
         for slot in filling:
             slot.free()
+
+
+def make_for_ever(path: Path) -> None:
+    with Pool.open(path) as pool:
+        while True:
+            for size in (MB, 3 * MB, 7 * MB):
+                slot = pool.add_slot(size)
+                slot.image[-1] = 1
+            for index in range(len(pool.slots)):
+                if pool.slots[index].status is SlotStatus.FREE:
+                    pool.remove_slot(index)
+
+
+@pytest.mark.ranks
+def test_a_keeper_killed_while_it_makes_slots_leaves_a_pool_that_can_be_used(pool: Pool) -> None:
+    rng = random.Random(3)
+    for _ in range(25):
+        pid = os.fork()
+        if not pid:
+            try:
+                make_for_ever(pool.path)
+            finally:
+                os._exit(1)
+        try:
+            time.sleep(rng.uniform(0.002, 0.03))
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+        with Pool.open(pool.path) as successor:
+            for slot in successor.slots:
+                if slot.status is SlotStatus.FREE:
+                    slot.image[-1] = 2
+            slot = successor.add_slot(2 * MB)
+            slot.image[:] = b"\3" * slot.capacity_bytes
+            successor.remove_slot(slot.index)
+    places = sorted((slot.values_offset_bytes, slot.capacity_bytes) for slot in pool.slots)
+    for (start, capacity), (following, _) in pairwise(places):
+        assert start + VALUES_BYTES + capacity <= following
 
 
 @pytest.mark.ranks

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.kit.sides import TOKEN_OF_KIT, no_threads_stay, side
 from typer.testing import CliRunner
 
 from keepstep.ckpt import doctor
@@ -400,6 +401,17 @@ def test_a_keeper_that_knows_the_token_and_refuses_strangers_is_good() -> None:
     assert found.verdict is Verdict.GOOD
     assert found.figures["ms"] is not None
     assert TOKEN not in str(found)
+
+
+def test_a_real_keepers_data_plane_is_good_and_another_jobs_token_is_refused(
+    tmp_path: Path,
+) -> None:
+    with no_threads_stay(), side(tmp_path, "h0") as real:
+        peers = [Peer("h0", real.address)]
+        (good,) = check_peers(peers, TOKEN_OF_KIT, timeout_s=60.0)
+        (bad,) = check_peers(peers, Token(TOKEN), timeout_s=60.0)
+    assert (good.verdict, good.fix) == (Verdict.GOOD, "")
+    assert "refuses this token" in bad.what
 
 
 @pytest.mark.parametrize(

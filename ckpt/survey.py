@@ -62,6 +62,7 @@ class Survey:
         token: for the other hosts' keepers; None: they are not asked.
         timeout_s: how long one of them may be silent.
         tell: an event of this rank.
+        step: only states at this step; None: all.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Survey:
         token: Token | None,
         timeout_s: float,
         tell: Callable[..., None],
+        step: int | None = None,
     ) -> None:
         self._store = store
         self._here = here
@@ -84,7 +86,8 @@ class Survey:
         self._tell = tell
         self._addresses = {one.host: one.address for one in inventories}
         stored = stored_images(store, lineage, inventories, tell)
-        self._left = list(candidates(lineage, inventories, stored))
+        found = candidates(lineage, inventories, stored)
+        self._left = [one for one in found if step in (None, one.state.step)]
         self.passed_over: list[str] = []
         """Commits that could not be had, newest first, with what was wrong."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -117,6 +117,15 @@ def show(
         bool, typer.Option("--norms", help="Read the tensors, and give their norms.")
     ] = False,
     log: Annotated[bool, typer.Option("--log", help="List the entries of the log.")] = False,
+    sources: Annotated[
+        bool,
+        typer.Option(
+            "--sources", help="Which copy a restore would take, and how long; asks the keepers."
+        ),
+    ] = False,
+    on_host: Annotated[
+        str, typer.Option("--on", metavar="HOST", help="With --sources: the host that reads.")
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Show a run and one of its checkpoints: layout, sizes, age, values; on demand, tensors."""
@@ -127,6 +136,8 @@ def show(
 
     place, step = _open(store)
     lineage = _read(place)
+    if sources:
+        return _show_sources(place, lineage, step, on_host, match or (), as_json)
     wants_tensors = tensors or norms or bool(match)
     chosen = None
     rows = None
@@ -152,6 +163,23 @@ def show(
     if records is not None:
         console.print(Text(), views.log_table(records, lineage))
     return None
+
+
+def _show_sources(
+    store: Store,
+    lineage: Lineage,
+    step: int | None,
+    host: str,
+    match: Sequence[str],
+    as_json: bool,
+) -> None:
+    from keepstep.sources_command import find_sources, show_sources, sources_json
+
+    found, notes = find_sources(store, lineage, step, host, match)
+    if as_json:
+        print_json(sources_json(found, notes))
+    else:
+        show_sources(found, notes, Console())
 
 
 @app.command("verify")

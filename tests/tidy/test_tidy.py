@@ -52,6 +52,7 @@ PURE = [
             "restore",
             "candidates",
             "mosaic",
+            "explain",
             "address",
             "overlap",
             "pool_errors",

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from keepstep.ckpt.pool import Slot
-
 from keepstep.ckpt.image import ImageHeader
 from keepstep.ckpt.inventory import Inventory
 from keepstep.ckpt.manifest import ImageRecord, State
+from keepstep.ckpt.pool import Slot
 from keepstep.ckpt.shelf import Shelved
 from keepstep.ckpt.structure import Structure
 from keepstep.ckpt.tenure import Tenure

@@ -22,7 +22,7 @@ from tests.kit.faulty_store import WRITES, Action, Crashed, Fault, FaultyStore
 from tests.kit.logs import commit as commit_entry
 from tests.kit.logs import open_log
 from tests.kit.posixes import InterleavedPosix, UnsyncedPosix
-from tests.prove.crash import power_loss
+from tests.prove.crash import at_once, power_loss
 
 from keepstep.storage.errors import (
     Denied,
@@ -139,7 +139,7 @@ def test_a_save_that_commits_too_early_is_caught() -> None:
 
 
 def test_after_a_power_loss_old_or_new_and_the_next_run_goes_on(tmp_path: Path) -> None:
-    figures = power_loss(tmp_path, seed=5)
+    figures = power_loss(tmp_path, seed=5, act=at_once, posix_class=InterleavedPosix)
     assert figures.wrong == []
     assert figures.tried > 40
     assert figures.old > 0
@@ -148,7 +148,9 @@ def test_after_a_power_loss_old_or_new_and_the_next_run_goes_on(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_after_a_power_loss_in_a_bigger_save_too(tmp_path: Path) -> None:
-    figures = power_loss(tmp_path, seed=6, tensors=BIGGER, every=8)
+    figures = power_loss(
+        tmp_path, seed=6, tensors=BIGGER, every=8, act=at_once, posix_class=InterleavedPosix
+    )
     assert figures.wrong == []
     assert figures.states > 500
 
@@ -172,4 +174,4 @@ class NoDirectorySync(InterleavedPosix):
 def test_a_save_without_fsync_is_caught(
     tmp_path: Path, posix_class: type[InterleavedPosix]
 ) -> None:
-    assert power_loss(tmp_path, seed=5, every=60, posix_class=posix_class).wrong != []
+    assert power_loss(tmp_path, seed=5, every=60, act=at_once, posix_class=posix_class).wrong != []

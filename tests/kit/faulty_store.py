@@ -103,6 +103,11 @@ class FaultyStore:
         """Operation and key of each call so far."""
 
     @property
+    def is_dead(self) -> bool:
+        """Whether a fault has struck that the process dies of."""
+        return self._dead
+
+    @property
     def url(self) -> str:
         return self._inner.url
 

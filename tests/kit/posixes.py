@@ -86,3 +86,24 @@ class InterleavedPosix(RecordingPosix):
         if self._waiting and all(self._waiting.values()) and self._drawn is None:
             self._drawn = self._random.choice(sorted(self._waiting))
             self._turn.notify_all()
+
+
+class ThreadedPosix(RecordingPosix):
+    """Records the calls of many threads, one after the other, in the order that they come in."""
+
+    def __init__(self, root: Path, seed: int = 0) -> None:
+        super().__init__(root)
+        self._one = threading.RLock()
+        for call in CALLS:
+            setattr(self, call, self._alone(getattr(self, call)))
+
+    def mark(self, label: str) -> None:
+        with self._one:
+            super().mark(label)
+
+    def _alone(self, call: Callable[..., object]) -> Callable[..., object]:
+        def wrapper(*args: object) -> object:
+            with self._one:
+                return call(*args)
+
+        return wrapper

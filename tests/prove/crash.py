@@ -7,10 +7,13 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from tests.kit.checkpoints import TENSORS
+from tests.kit.crash_drain import drain_save
 from tests.kit.crash_save import (
     BIGGER,
     NEW,
@@ -20,7 +23,7 @@ from tests.kit.crash_save import (
     prepare,
     save,
 )
-from tests.kit.posixes import InterleavedPosix, UnsyncedPosix
+from tests.kit.posixes import InterleavedPosix, ThreadedPosix, UnsyncedPosix
 from tests.kit.powerloss import disk_states
 from tests.kit.proof import print_report
 
@@ -61,23 +64,43 @@ class Figures:
         self.wrong += other.wrong
 
 
+P = TypeVar("P", bound=InterleavedPosix | ThreadedPosix)
+
+
+def at_once(posix: InterleavedPosix, store: FileStore, tensors: dict[str, TensorSpec]) -> None:
+    """The images are put at once, in an order of system calls drawn with the seed."""
+    save(store, lambda: posix.mark("committed"), tensors, posix.run)
+
+
+def drained(posix: ThreadedPosix, store: FileStore, tensors: dict[str, TensorSpec]) -> None:
+    """A keeper's drains and committer save, in as many threads as they have."""
+    drain_save(store, lambda: posix.mark("committed"), tensors)
+
+
 def power_loss(
     directory: Path,
     *,
     seed: int,
+    act: Callable[[P, FileStore, dict[str, TensorSpec]], None],
+    posix_class: type[P],
     every: int = 1,
     tensors: dict[str, TensorSpec] = TENSORS,
-    posix_class: type[InterleavedPosix] = InterleavedPosix,
 ) -> Figures:
     """Record a save, and try every `every`-th disk that a power loss may leave.
 
-    The ranks put their images at once, in an order of system calls drawn with `seed`.
+    Args:
+        directory: an empty one.
+        seed: of what is drawn.
+        act: saves.
+        posix_class: records it.
+        every: 1 for all disks.
+        tensors: of the state.
     """
     root = directory / "recorded"
     root.mkdir()
     prepare(FileStore(root, posix=UnsyncedPosix()), tensors)
     posix = posix_class(root, seed)
-    save(FileStore(root, posix=posix), lambda: posix.mark("committed"), tensors, posix.run)
+    act(posix, FileStore(root, posix=posix), tensors)
     posix.mark("done")
     expected = expected_files(tensors)
     figures = Figures(operations=len(posix.operations))
@@ -125,9 +148,19 @@ def main(arguments: list[str]) -> int:
     begun = time.monotonic()
     total = Figures()
     with tempfile.TemporaryDirectory(prefix="keepstep-crash-") as directory:
+        place = Path(directory)
         for seed in range(options.seed, options.seed + options.runs):
             for tensors in (TENSORS, BIGGER):
-                total.add(power_loss(Path(directory), seed=seed, tensors=tensors))
+                total.add(
+                    power_loss(
+                        place, seed=seed, act=drained, posix_class=ThreadedPosix, tensors=tensors
+                    )
+                )
+                total.add(
+                    power_loss(
+                        place, seed=seed, act=at_once, posix_class=InterleavedPosix, tensors=tensors
+                    )
+                )
     print_report(
         "crash",
         options.seed,

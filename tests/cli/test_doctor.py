@@ -259,6 +259,25 @@ class Quarrelsome(MemoryStore):
             raise AlreadyExists("another was first")
 
 
+class Flattering(MemoryStore):
+    """Keeps the first, and tells those who come at the same time that they were first too."""
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        try:
+            super().put_if_absent(key, data)
+        except AlreadyExists:
+            if bytes(data) == b"late":
+                raise
+
+
+class Forgetful(MemoryStore):
+    """Keeps writers apart who come at the same time, not one who comes later."""
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        if bytes(data) != b"late":
+            super().put_if_absent(key, data)
+
+
 class Honest(MemoryStore):
     """Says that it cannot."""
 
@@ -278,7 +297,7 @@ def by_check(found: list[Finding]) -> dict[str, Finding]:
     return {one.check: one for one in found}
 
 
-@pytest.mark.parametrize("make", [Careless, Quarrelsome, Honest])
+@pytest.mark.parametrize("make", [Careless, Quarrelsome, Flattering, Forgetful, Honest])
 def test_a_store_that_cannot_keep_writers_apart_fails(make: type[MemoryStore]) -> None:
     store = make()
     found = by_check(check_store(store))

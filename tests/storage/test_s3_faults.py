@@ -307,6 +307,20 @@ def test_an_upload_that_could_not_be_aborted_is_a_leftover(ground: Ground, proxy
     assert ground.get_raw("a/k") == b"old"
 
 
+def test_a_server_that_knows_no_uploads_has_none_and_one_without_the_bucket_is_an_error(
+    ground: Ground, proxy: S3Proxy
+) -> None:
+    """rclone says NoSuchUpload where there are none."""
+    proxy.set_faults(Fault(Action.STATUS, status=404, code="NoSuchUpload", contains="uploads"))
+    assert list(ground.store.leftovers("")) == []
+    assert len(proxy.requests) == 1
+    for fault in (refusal(404, "NoSuchBucket"), Fault(Action.STATUS, status=404)):
+        proxy.set_faults(fault)
+        with pytest.raises(Permanent) as caught:
+            list(ground.store.leftovers(""))
+        assert not isinstance(caught.value, NotFound)
+
+
 def test_no_more_parts_are_under_way_than_was_said(ground: Ground, proxy: S3Proxy) -> None:
     proxy.set_faults(Fault(Action.SLOW, times=10_000, method="PUT", seconds=0.2))
     size_bytes = 6 * PART_BYTES

@@ -3,6 +3,10 @@
 Kinds: started, resumed, config_changed, checkpoint_passed_over, checkpoint_committed,
 checkpoint_failed, checkpoint_waited, retired, retention_failed, evaluated, skipped, stopped,
 refused, failed, repaired.
+
+Of keepers: keeper_started, keeper_ended, adopted, image_corrupt, capture_lost, capture_refused,
+slot_damaged, memory_short, client_refused, unserved, disk_unserved, disk_copy_refused, port_taken,
+hint_failed, unprotected, protected; and those of their drains.
 """
 
 from __future__ import annotations

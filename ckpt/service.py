@@ -44,7 +44,11 @@ class Service(Protocol):
     """A part of the keeper that works on sealed images."""
 
     def enter(self, tenure: Tenure) -> None:
-        """A generation begins here, or goes on after the keeper was started anew."""
+        """A generation begins here, or goes on after the keeper was started anew.
+
+        On return nothing is reported any more for an older one, and images of older ones that are
+        void are held no more. Called with the core's lock held: it must not wait for anything.
+        """
 
     def sealed(self, shelved: Shelved) -> None:
         """An own image was sealed, or (after the first `enter`) adopted; by step for each rank.

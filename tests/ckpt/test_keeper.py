@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -262,6 +263,17 @@ def test_a_promise_is_kept_by_a_successor_of_a_keeper_that_died_with_the_answer(
         rank.capture(2, 1)
 
 
+def test_a_promise_outlives_the_pool(host: KeeperHost, rank: KitRank) -> None:
+    host.take_inventory(4, 9)
+    host.kill()
+    host.place.pool.unlink()
+    host.start()
+    with contextlib.closing(Pool.open(host.place.pool)) as pool:
+        assert pool.header.fence == 4
+    with contextlib.closing(host.client()) as client, pytest.raises(Stale):
+        client.enter(rank.enter)
+
+
 def test_a_promise_is_on_record_before_it_is_answered(host: KeeperHost, rank: KitRank) -> None:
     for generation in range(2, 12):
         host.take_inventory(generation, generation + 1)
@@ -369,8 +381,12 @@ def test_what_cannot_be_sealed_is_told_and_the_slot_freed(host: KeeperHost, rank
 def test_asked_to_end_a_keeper_seals_what_was_captured_and_leaves_the_memory(
     host: KeeperHost, rank: KitRank
 ) -> None:
+    assert host.last is not None
+    host.last.send_signal(signal.SIGSTOP)
     slot = rank.capture(5)
-    assert host.end() == 0
+    host.last.send_signal(signal.SIGTERM)
+    host.last.send_signal(signal.SIGCONT)
+    assert host.last.wait(WAIT_S) == 0
     assert slot.status is SlotStatus.SEALED
     assert host.place.holder() is None
     with pytest.raises(KeeperGone, match="started again when it dies"):

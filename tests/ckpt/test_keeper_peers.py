@@ -106,8 +106,10 @@ def test_a_keeper_that_was_killed_still_has_its_peers_images_and_takes_more(
 ) -> None:
     with entered(hosts) as ranks:
         step_all(ranks, 1, 0)
+        address = hosts[1].take_inventory(1, 1).address
         hosts[1].kill()
         hosts[1].start()
+        assert hosts[1].take_inventory(1, 1).address == address
         assert [copy.state for copy in copies(hosts[1], 1, Tier.PEER)] == [State(1, 1)]
         step_all(ranks, 2, 1)
         states = {copy.state for copy in copies(hosts[1], 1, Tier.PEER)}
@@ -130,13 +132,28 @@ def test_a_new_generation_sends_more_and_leaves_copies_of_its_base_alone(
             assert len(rank.pool.slots) == 6
         step_all(ranks, 3, 0)
         assert all(slot.status is SlotStatus.SEALED and slot.state == base for slot in kept)
-        for rank in ranks:
-            rank.seat.agreed_acked = 3
+        ranks[0].seat.agreed_acked = 3
+        eventually(lambda: not kept[0].pinned, "the base is let go")
+        assert kept[1].pinned
+        ranks[0].seal(4, 1)  # the other host hears of it with the next image
         for slot in kept:
             eventually(lambda slot=slot: not slot.pinned, "the base is let go")
-        step_all(ranks, 4, 1)
+        ranks[1].seat.agreed_acked = 3
+        ranks[1].seal(4, 1)
         step_all(ranks, 5, 2)
         for rank in ranks:
             rank.seat.agreed_acked = 5
         step_all(ranks, 6, 0)
         assert all(len(rank.pool.slots) == 6 for rank in ranks)
+
+
+def test_what_a_peer_has_not_got_yet_it_gets_from_a_successor(hosts: list[KeeperHost]) -> None:
+    with entered(hosts) as ranks:
+        hosts[1].kill()
+        ranks[0].seal(1)
+        hosts[0].kill()
+        assert ranks[0].seat.acked == -1
+        for host in hosts:
+            host.start()
+        eventually(lambda: ranks[0].seat.acked == 1, "acked at last")
+        assert [copy.state for copy in copies(hosts[1], 1, Tier.PEER)] == [State(1, 1)]

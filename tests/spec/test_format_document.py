@@ -20,12 +20,14 @@ import xxhash
 from tests.kit.make_store import mesh, split
 from tests.kit.spec_store import JOB, STATE, TENSORS, write_spec_store
 
+from keepstep.ckpt.document import encode
 from keepstep.ckpt.errors import FormatError
 from keepstep.ckpt.image_parse import header_size, parse
-from keepstep.ckpt.keys import image_key
+from keepstep.ckpt.keys import done_key, image_key
 from keepstep.ckpt.manifest import TensorSpec, decode_manifest
 from keepstep.ckpt.plan import Plan
 from keepstep.ckpt.region import Box, Region, intersect, relative_to, runs
+from keepstep.ckpt.store_tier import read_done
 from keepstep.ckpt.verify import verify
 from keepstep.storage.file import FileStore
 
@@ -75,6 +77,19 @@ def test_shown_files_are_the_real_bytes(place: Path) -> None:
             assert text == canonical
         else:
             assert block.text == text
+
+
+def test_the_shown_done_record_is_what_the_manifest_has(place: Path) -> None:
+    shown = next(block.text for block in blocks() if block.info == "json done record of rank 2")
+    manifest = json.loads((place / "states/g000001/s000000000020/manifest.json").read_text())
+    assert json.loads(shown) in manifest["images"]
+    store = FileStore(place)
+    store.put(done_key(STATE, 2), shown.encode())
+    assert (
+        encode(read_done(store, STATE, 2))
+        == json.dumps(json.loads(shown), sort_keys=True, separators=(",", ":")).encode()
+    )
+    store.delete(done_key(STATE, 2))
 
 
 def test_the_shown_header_is_the_real_one(place: Path) -> None:

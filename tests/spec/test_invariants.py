@@ -18,6 +18,8 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kit.checkpoints import begin, save, write_images
+from tests.kit.crash_drain import drain_save
+from tests.kit.crash_save import prepare
 from tests.kit.faulty_store import WRITES, FaultyStore
 from tests.kit.logs import (
     bad,
@@ -40,6 +42,7 @@ from keepstep.ckpt.errors import FormatError, NotCommitted, WrongJob
 from keepstep.ckpt.gc import collect
 from keepstep.ckpt.image_parse import header_size, parse
 from keepstep.ckpt.keys import (
+    DoneKey,
     EntryKey,
     ImageKey,
     ManifestKey,
@@ -55,6 +58,7 @@ from keepstep.ckpt.placement import mesh_size
 from keepstep.ckpt.plan import Plan
 from keepstep.ckpt.region import Box
 from keepstep.ckpt.retention import Policy
+from keepstep.ckpt.store_tier import read_done
 from keepstep.ckpt.verify import verify
 from keepstep.storage.memory import MemoryStore
 from keepstep.storage.store import Store
@@ -412,6 +416,26 @@ def test_I16_an_image_is_safetensors_aligned_and_written_in_one_way(tmp_path: Pa
         assert swapped != data[:size]
         with pytest.raises(FormatError):
             parse(swapped, "image", len(data))
+
+
+def test_I17_a_done_record_stands_for_an_image_that_is_whole_and_stays() -> None:
+    seen: dict[str, bytes] = {}
+
+    def check(store: Store, operation: str, key: str) -> None:
+        for info in store.list("states/"):
+            found = parse_key(info.key)
+            if isinstance(found, DoneKey):
+                record = read_done(store, found.state, found.rank)
+                image = store.get(image_key(found.state, found.rank), 1 << 20)
+                assert len(image) == record.size_bytes
+                assert digest128(image[: record.header_bytes]) == record.digest
+                assert seen.setdefault(info.key, image) == image
+
+    store = Watched(check)
+    prepare(store)
+    drain_save(store)
+    assert len(seen) == 2
+    assert verify(store.inside).unreferenced == ()
 
 
 def test_the_life_that_is_watched_has_all_kinds_of_writes_in_it() -> None:

@@ -14,12 +14,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from tests.kit.runs import (
     SETTINGS,
+    end_keepers,
     exact_lines,
+    host_dirs,
+    is_keeper,
+    kill,
     kill_tree,
     make_corpus,
     start,
@@ -29,6 +34,7 @@ from tests.kit.runs import (
 
 from keepstep.ckpt.entry import Rewind
 from keepstep.ckpt.events import read_events
+from keepstep.ckpt.keeper_process import replace_older
 from keepstep.ckpt.log import Log, read_entries
 from keepstep.ckpt.manifest import State
 from keepstep.storage.locate import open_store
@@ -46,7 +52,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """A run of six steps on one rank, saved every two."""
+    """A run of six steps on one rank, due in the store every two."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
     status, text = train(run_dir, corpus, *ONE, "--steps", "6", "--checkpoint-every", "2")
     assert status == 0, text
@@ -63,11 +69,25 @@ def running(tmp_path: Path, corpus: Path) -> Iterator[tuple[subprocess.Popen[byt
     assert wait_for_lines(process, run_dir, 3), output.read_text()
     yield process, run_dir, output
     kill_tree(process)
+    end_keepers(run_dir)
 
 
 def committed_steps(run_dir: Path) -> list[int]:
     log = Log(open_store(run_dir / "store"))
     return [commit.state.step for commit in reversed(log.read().live)]
+
+
+def told(run_dir: Path, *roles: str) -> list[dict[str, Any]]:
+    """The events of launcher and ranks, or of other roles."""
+    return [one for one in read_events(run_dir) if one["role"] in (roles or ("launcher", "rank"))]
+
+
+def keepers(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return [one for one in psutil.Process(process.pid).children() if is_keeper(one)]
+
+
+def ranks(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return [one for one in psutil.Process(process.pid).children() if not is_keeper(one)]
 
 
 def entries(run_dir: Path) -> int:
@@ -88,6 +108,9 @@ def test_a_line_of_metrics_for_each_step(finished: Path) -> None:
         assert line["layout"] == {"dp": 1, "tp": 1, "pp": 1, "dp_replicate": 1}
         assert set(line["comm_bytes"]) == {"dp", "tp", "pp"}
         assert line["step_ms"] > 0
+        assert line["capture_ms"] >= 0
+        assert 0 < line["lag_steps"] <= line["step"]
+        assert line["lag_s"] > 0
         assert 0 < line["loss"] < 7
         assert line["grad_norm"] > 0
     assert lines[0]["lr"] == pytest.approx(1e-2 / 5)
@@ -95,12 +118,14 @@ def test_a_line_of_metrics_for_each_step(finished: Path) -> None:
 
 
 def test_events_tell_the_story_with_time_who_and_why(finished: Path) -> None:
-    events = read_events(finished)
+    events = told(finished)
     kinds = [event["event"] for event in events]
     assert kinds[0] == "started"
-    assert kinds.count("checkpoint_committed") == 3
     assert kinds[-1] == "stopped"
-    for event in events:
+    committed = [event["step"] for event in read_events(finished, "checkpoint_committed")]
+    assert committed == committed_steps(finished)
+    assert committed[-1] == 6
+    for event in read_events(finished):
         assert {"time", "host", "pid", "role", "reason"} <= set(event)
     assert "run.steps = 6" in events[-1]["reason"]
     assert events[0]["checkpoint_bytes"] > 100_000
@@ -108,7 +133,8 @@ def test_events_tell_the_story_with_time_who_and_why(finished: Path) -> None:
 
 def test_the_summary_has_commands_that_work_when_pasted(finished: Path) -> None:
     text = finished.with_name("text").read_text()
-    assert "saved: steps 2, 4, 6" in text
+    steps = ", ".join(map(str, committed_steps(finished)))
+    assert f"saved: steps {steps} (" in text
     commands = [line.split("keepstep ", 1)[1] for line in text.splitlines() if "keepstep " in line]
     assert [command.split()[0] for command in commands] == ["ls", "show", "verify"]
     for command in commands:
@@ -150,8 +176,8 @@ def test_a_signal_finishes_the_step_commits_and_ends_well(
     assert process.wait(60) == 0
     last = read_metrics(run_dir)[-1]["step"]
     assert committed_steps(run_dir)[-1] == last
-    assert read_events(run_dir)[-1]["event"] == "stopped"
-    assert f"asked by {number.name}" in read_events(run_dir)[-1]["reason"]
+    assert told(run_dir)[-1]["event"] == "stopped"
+    assert f"asked by {number.name}" in told(run_dir)[-1]["reason"]
     text = output.read_text()
     assert f"stopping: asked by {number.name}" in text
     assert f"stopped at step {last}" in text
@@ -161,21 +187,95 @@ def test_every_process_says_its_role_host_and_rank(
     running: tuple[subprocess.Popen[bytes], Path, Path],
 ) -> None:
     process, _, _ = running
-    launcher = psutil.Process(process.pid)
-    titles = [one.cmdline()[0] for one in (launcher, *launcher.children())]
     host = socket.gethostname()
-    assert titles[0] == f"keepstep: launcher host {host} run demo"
-    assert titles[1] == f"keepstep: rank 0 host {host} run demo"
+    launcher = psutil.Process(process.pid)
+    assert launcher.cmdline()[0] == f"keepstep: launcher host {host} run demo"
+    assert [one.cmdline()[0] for one in ranks(process)] == [
+        f"keepstep: rank 0 host {host} run demo"
+    ]
+    assert [one.cmdline()[0] for one in keepers(process)] == ["keepstep: keeper host h0 run demo"]
 
 
 def test_a_killed_rank_ends_the_run_naming_the_cause(
     running: tuple[subprocess.Popen[bytes], Path, Path],
 ) -> None:
     process, run_dir, output = running
-    psutil.Process(process.pid).children()[0].kill()
+    ranks(process)[0].kill()
     assert process.wait(60) == 1
     assert "rank 0: killed by SIGKILL" in output.read_text()
-    assert read_events(run_dir)[-1]["event"] == "failed"
+    assert told(run_dir)[-1]["event"] == "failed"
+
+
+# ---- keepers
+
+
+def test_a_run_that_ended_well_leaves_no_keeper_and_no_memory(finished: Path) -> None:
+    for ended in read_events(finished, "keeper_ended"):
+        assert ended["is_removed"]
+        assert not psutil.pid_exists(ended["pid"])
+    assert host_dirs(finished) == []
+
+
+def test_a_keeper_that_is_killed_is_started_anew_and_the_run_goes_on(
+    running: tuple[subprocess.Popen[bytes], Path, Path],
+) -> None:
+    """Its successor takes up what was in memory; then steps are captured and committed again."""
+    process, run_dir, _ = running
+    assert wait_for_event(run_dir, "checkpoint_committed", 1)
+    (keeper,) = keepers(process)
+    keeper.kill()
+    assert wait_for_event(run_dir, "keeper_started", 2)
+    assert wait_for_event(run_dir, "adopted", 1)
+    before = len(read_events(run_dir, "checkpoint_committed"))
+    assert wait_for_event(run_dir, "checkpoint_committed", before + 1)
+    (died,) = read_events(run_dir, "keeper_died")
+    assert died["keeper_pid"] == keeper.pid
+    assert "ended with SIGKILL" in died["reason"]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    steps = [line["step"] for line in read_metrics(run_dir)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(ranks_of_generations(run_dir)) == 1
+
+
+def test_a_keeper_outlives_launcher_and_ranks_and_the_next_start_goes_on_from_its_memory(
+    running: tuple[subprocess.Popen[bytes], Path, Path], corpus: Path
+) -> None:
+    process, run_dir, _ = running
+    (keeper,) = keepers(process)
+    kill(process, keepers=0)
+    assert keeper.is_running()
+    last = [line["step"] for line in read_metrics(run_dir) if line["captured"]][-1]
+    status, text = train(run_dir, corpus, *ONE, "--steps", str(last + 2))
+    assert status == 0, text
+    (resumed,) = read_events(run_dir, "resumed")
+    assert resumed["base"][1] in (last - 1, last, last + 1)
+    assert set(resumed["read_bytes"]) == {"memory"} or resumed["is_committed"]
+    assert not psutil.pid_exists(keeper.pid)
+    assert host_dirs(run_dir) == []
+
+
+def test_a_last_step_that_was_never_committed_is_done_again_and_committed(
+    tmp_path: Path, corpus: Path, finished: Path
+) -> None:
+    """The store takes no images until it is mended; the run waits for it, and gives up."""
+    run_dir, store = tmp_path / "run", tmp_path / "store"
+    store.mkdir()
+    (store / "states").write_text("in the way")
+    words = [*ONE, "--steps", "6", "--store", str(store)]
+    status, text = train(run_dir, corpus, *words, settings=["run.patience_s=6"])
+    assert status == 1
+    assert "stopped at step 6, which could not be saved" in text
+    assert "the last good commit is none" in text
+    (place,) = host_dirs(run_dir)
+    assert replace_older(place.path, "h0")  # else it would commit the step as soon as it can
+    (store / "states").unlink()
+    status, text = train(run_dir, corpus, *words)
+    assert status == 0, text
+    (resumed,) = read_events(run_dir, "resumed")
+    assert resumed["base"][1] < 6
+    assert exact_lines(run_dir) == exact_lines(finished)
+    assert [commit.state.step for commit in Log(open_store(store)).read().live] == [6]
 
 
 # ---- one run at a time
@@ -202,13 +302,14 @@ def test_a_run_over_the_same_store_takes_over_and_the_older_one_ends_saying_so(
     try:
         assert wait_for_event(newer, "checkpoint_committed", 1)
         assert process.wait(60) == 1
+        assert wait_for_event(run_dir, "superseded", 1)
         second.send_signal(signal.SIGTERM)
         assert second.wait(60) == 0
     finally:
         kill_tree(second)
-    assert "has been superseded" in output.read_text()
-    assert "took term 2" in output.read_text()
-    assert "superseded" in read_events(run_dir)[-1]["reason"]
+    assert "this process is superseded" in output.read_text()
+    assert "took term 2" in read_events(run_dir, "superseded")[-1]["reason"]
+    assert "superseded" in told(run_dir)[-1]["reason"]
     lineage = Log(open_store(store)).read()
     assert lineage.live[0].state.generation == 2
     assert read_events(newer, "resumed")[0]["base"][0] == 1
@@ -297,20 +398,21 @@ def test_a_damaged_newest_commit_is_passed_over_with_a_rewind(
     tmp_path: Path, corpus: Path, finished: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    status, text = train(run_dir, corpus, *ONE, "--steps", "4", "--checkpoint-every", "2")
-    assert status == 0, text
+    for steps in ("2", "4"):
+        status, text = train(run_dir, corpus, *ONE, "--steps", steps)
+        assert status == 0, text
     (image,) = (run_dir / "store").glob("states/*/s*4/r*.safetensors")
     data = bytearray(image.read_bytes())
     data[-5] ^= 1
     image.write_bytes(data)
-    status, text = train(run_dir, corpus, *ONE, "--steps", "6", "--checkpoint-every", "2")
+    status, text = train(run_dir, corpus, *ONE, "--steps", "6")
     assert status == 0, text
     assert "checkpoint passed over" in text
     rewinds = [one.body for one in read_entries(open_store(run_dir / "store"))]
     assert [body.to for body in rewinds if isinstance(body, Rewind)] == [State(1, 2)]
     assert read_events(run_dir, "resumed")[-1]["base"] == [1, 2]
     lineage = Log(open_store(run_dir / "store")).read()
-    assert [commit.state.step for commit in lineage.live] == [6, 4, 2]
+    assert [commit.state.step for commit in lineage.live] == [6, 2]
     assert exact_lines(run_dir) == exact_lines(finished)
 
 
@@ -318,22 +420,23 @@ def test_a_newest_commit_that_cannot_be_read_is_not_passed_over(
     tmp_path: Path, corpus: Path
 ) -> None:
     """A store that refuses is no proof of damage: going back would end with the commit deleted."""
-    run_dir, words = tmp_path / "run", ("--checkpoint-every", "2")
-    status, text = train(run_dir, corpus, *ONE, "--steps", "4", *words)
-    assert status == 0, text
+    run_dir = tmp_path / "run"
+    for steps in ("2", "4"):
+        status, text = train(run_dir, corpus, *ONE, "--steps", steps)
+        assert status == 0, text
     (image,) = (run_dir / "store").glob("states/*/s*4/r*.safetensors")
     elsewhere = image.rename(tmp_path / "elsewhere")
     image.symlink_to(elsewhere)
-    status, text = train(run_dir, corpus, *ONE, "--steps", "6", *words)
+    status, text = train(run_dir, corpus, *ONE, "--steps", "6")
     assert status == 1
     assert "symbolic link" in text
     assert "no proof of damage" in text
     assert committed_steps(run_dir) == [2, 4]
     image.unlink()
     elsewhere.rename(image)
-    status, text = train(run_dir, corpus, *ONE, "--steps", "6", *words)
+    status, text = train(run_dir, corpus, *ONE, "--steps", "6")
     assert status == 0, text
-    assert read_events(run_dir, "resumed")[-1]["base"] == [1, 4]
+    assert read_events(run_dir, "resumed")[-1]["base"] == [2, 4]
 
 
 def test_a_torn_line_of_metrics_is_cut_on_the_next_start(
@@ -363,9 +466,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_a_full_disk_fails_saves_and_not_the_run(
-    tmp_path: Path, corpus: Path, small_disk: Path
-) -> None:
+def test_a_full_store_fails_and_not_the_run(tmp_path: Path, corpus: Path, small_disk: Path) -> None:
     """Fill the store's disk after the first commit; free it later: saves work again."""
     run_dir, output = tmp_path / "run", tmp_path / "out"
     words = [*ONE, "--store", str(small_disk / "store"), "--steps", "100000"]
@@ -373,7 +474,9 @@ def test_a_full_disk_fails_saves_and_not_the_run(
     try:
         assert wait_for_event(run_dir, "checkpoint_committed", 1)
         fill(small_disk / "filler")
-        assert wait_for_event(run_dir, "checkpoint_failed", 2)
+        assert wait_for_event(run_dir, "drain_failed", 2)
+        lines = len(read_metrics(run_dir))
+        assert wait_for_lines(process, run_dir, lines + 3)
         (small_disk / "filler").unlink()
         before = len(read_events(run_dir, "checkpoint_committed"))
         assert wait_for_event(run_dir, "checkpoint_committed", before + 1)
@@ -381,36 +484,42 @@ def test_a_full_disk_fails_saves_and_not_the_run(
         assert process.wait(60) == 0, output.read_text()
     finally:
         kill_tree(process)
-    failed = read_events(run_dir, "checkpoint_failed")[0]
-    assert failed["errno"] == 28
-    assert "last good commit is step" in failed["reason"]
-    assert failed["last_good_age_s"] >= 0
+        end_keepers(run_dir)
+    failed = read_events(run_dir, "drain_failed")[0]
+    assert (failed["errno"], failed["tier"]) == (28, "store")
+    assert max(line["lag_steps"] for line in read_metrics(run_dir)) > 4
     steps = [line["step"] for line in read_metrics(run_dir)]
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_a_read_only_store_fails_saves_and_then_the_last_one(
+def test_a_read_only_store_fails_and_in_the_end_so_does_the_run(
     tmp_path: Path, corpus: Path, small_disk: Path
 ) -> None:
     run_dir, output = tmp_path / "run", tmp_path / "out"
     words = [*ONE, "--store", str(small_disk / "store"), "--checkpoint-every", "4"]
-    process = start(run_dir, corpus, *words, "--steps", "100000", output=output)
+    impatient = ["run.patience_s=5"]
+    process = start(run_dir, corpus, *words, "--steps", "100000", output=output, settings=impatient)
     try:
         assert wait_for_event(run_dir, "checkpoint_committed", 1)
         remount = ["mount", "-o", "remount,ro", str(small_disk)]
         while subprocess.run(remount, capture_output=True).returncode != 0:
             time.sleep(0.02)  # a file is open for writing just now
-        assert wait_for_event(run_dir, "checkpoint_failed", 1)
+        assert wait_for_event(run_dir, "drain_failed", 1)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 1
     finally:
         kill_tree(process)
-    assert read_events(run_dir, "checkpoint_failed")[0]["errno"] == 30
+        end_keepers(run_dir)
+    assert read_events(run_dir, "drain_failed")[0]["errno"] == 30
     assert "could not be saved" in output.read_text()
     assert "the last good commit is step" in output.read_text()
     status, text = train(tmp_path / "second", corpus, *words, "--steps", "9")
     assert status == 1
     assert "Read-only file system" in text
+
+
+def ranks_of_generations(run_dir: Path) -> set[int]:
+    return {line["generation"] for line in read_metrics(run_dir)}
 
 
 def wait_for_event(run_dir: Path, kind: str, count: int) -> bool:
@@ -450,3 +559,4 @@ def test_the_same_run_under_torchrun(tmp_path: Path, corpus: Path) -> None:
     assert [line["step"] for line in read_metrics(run_dir)] == [1, 2]
     assert committed_steps(run_dir) == [2]
     assert "saved: step 2" in ran.stdout
+    assert host_dirs(run_dir) == []

@@ -61,6 +61,12 @@ PURE = [
             "peers",
             "ack_ledger",
             "plane_messages",
+            "control",
+            "inventory",
+            "keeper_core",
+            "keeper_errors",
+            "tenure",
+            "tiers",
         )
     ),
     "storage/peer_wire.py",

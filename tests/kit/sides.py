@@ -62,8 +62,8 @@ class Side:
     events: list[tuple[str, str, dict[str, Any]]]
     moved: dict[str, str] = field(default_factory=dict)
     replicator: Replicator | None = None
-    entered: Entered | None = None
-    header: ImageHeader | None = None
+    entered: dict[int, Entered] = field(default_factory=dict)
+    headers: dict[int, ImageHeader] = field(default_factory=dict)
 
     @property
     def here(self) -> HostAddress:
@@ -74,9 +74,14 @@ class Side:
         return self.memory.shelf
 
     @property
+    def rank(self) -> int:
+        """The first that entered."""
+        return next(iter(self.entered))
+
+    @property
     def seat(self) -> Seat:
-        assert self.entered is not None
-        return self.memory.pool.seats[self.entered.seat]
+        """Of the first rank that entered."""
+        return self.memory.pool.seats[self.entered[self.rank].seat]
 
     def client(self, timeout_s: float = 20.0) -> PlaneClient:
         return PlaneClient(self.address, TOKEN_OF_KIT, timeout_s)
@@ -94,21 +99,23 @@ class Side:
         generation: int = 1,
         term: int = 1,
         base: State | None = None,
+        hosts: Sequence[int] | None = None,
     ) -> None:
-        """This host's one rank enters; rank r is on host r."""
-        self.header = header_of(structure, rank)
+        """A rank of this host enters; rank r is on host `hosts[r]`, or on host r."""
+        places = tuple(hosts or range(len(addresses)))
+        self.headers[rank] = header_of(structure, rank)
         enter = Enter(
             generation=generation,
             term=term,
             rank=rank,
-            ranks=(rank,),
-            hosts=tuple(range(len(addresses))),
+            ranks=tuple(one for one, at in enumerate(places) if addresses[at] == self.here),
+            hosts=places,
             addresses=tuple(addresses),
             committer=0,
             base=base,
             structure=structure,
-            header=self.header.encoded,
-            image_bytes_max=self.header.size_bytes,
+            header=self.headers[rank].encoded,
+            image_bytes_max=self.headers[rank].size_bytes,
         )
         if self.replicator is None:
             self.replicator = Replicator(
@@ -120,23 +127,25 @@ class Side:
                 self.memory.agreed_acked,
                 self.moved.get,
             )
-        self.entered = enter_rank(self.memory, enter, this_process(), self.replicator.enter)
+        entered = enter_rank(self.memory, enter, this_process(), self.replicator.enter)
+        self.entered[rank] = entered
 
-    def slot(self, position: int) -> Slot:
-        """One of the rank's slots, by its place among these."""
-        assert self.entered is not None
-        return self.memory.pool.slots[self.entered.slots[position]]
+    def slot(self, position: int, rank: int | None = None) -> Slot:
+        """One of a rank's slots, by its place among these."""
+        entered = self.entered[self.rank if rank is None else rank]
+        return self.memory.pool.slots[entered.slots[position]]
 
-    def seal(self, step: int, position: int | None = None) -> State:
+    def seal(self, step: int, position: int | None = None, rank: int | None = None) -> State:
         """Capture and seal the state after `step` in a slot (the next in turn)."""
-        assert self.header is not None
-        assert self.entered is not None
-        slot = self.slot(step % len(self.entered.slots) if position is None else position)
+        rank = self.rank if rank is None else rank
+        header = self.headers[rank]
+        place = step % len(self.entered[rank].slots) if position is None else position
+        slot = self.slot(place, rank)
         state = State(self.seat.generation, step)
-        slot.claim(this_process(), self.header.rank, state, Due.NOWHERE)
-        begin, end = self.header.header_bytes, self.header.size_bytes
-        slot.image[begin:end] = data_of(state, self.header.rank, end - begin)
-        slot.captured(msgspec.json.encode({"cursor": step}), self.header.size_bytes)
+        slot.claim(this_process(), rank, state, Due.NOWHERE)
+        begin, end = header.header_bytes, header.size_bytes
+        slot.image[begin:end] = data_of(state, rank, end - begin)
+        slot.captured(msgspec.json.encode({"cursor": step}), header.size_bytes)
         self.sealer.submit_captured()
         assert self.sealer.wait_idle(20.0)
         return state

@@ -186,8 +186,10 @@ def test_a_body_that_comes_too_slowly_counts_as_hanging(inner: MemoryStore) -> N
     inner.put("small", bytes(4_000))
     with behind_a_proxy(inner, 1.0) as (proxy, store):
         proxy.set_faults(Fault(Action.TRICKLE, seconds=0.01))
+        begun_s = time.monotonic()
         with pytest.raises(Transient, match=r"only \d+ bytes came"):
             store.get("small", 5_000)
+        assert time.monotonic() - begun_s < 20.0
 
 
 @pytest.mark.parametrize("name", WRITES)

@@ -21,7 +21,7 @@ from keepstep.ckpt.peer_memory import PeerMemory
 from keepstep.ckpt.service import Reporter, Service
 from keepstep.ckpt.shelf import Shelved
 from keepstep.ckpt.tenure import Tenure
-from keepstep.storage.errors import StoreError
+from keepstep.storage.errors import NotFound, StoreError
 from keepstep.storage.store import Store
 from keepstep.storage.token import Token, find_token
 
@@ -94,7 +94,7 @@ class Hints:
             try:
                 store = self._open_store()
             except StoreError as error:
-                if not is_told:
+                if not is_told and not isinstance(error, NotFound):  # rank 0 makes the store
                     self._tell(f"the store cannot be opened for hints of hosts: {error}")
                 is_told = True
                 self._is_closed.wait(_STORE_PAUSE_S)

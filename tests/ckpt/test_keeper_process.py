@@ -7,14 +7,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from keepstep.ckpt.hostdir import HostDir, make_host_dir
-from keepstep.ckpt.keeper_process import Backoff, KeeperFailed, replace_older
+from keepstep.ckpt.keeper_config import KeeperConfig
+from keepstep.ckpt.keeper_process import (
+    Backoff,
+    KeeperFailed,
+    KeeperMinder,
+    KeeperProcess,
+    host_dir_of,
+    replace_older,
+)
 
 HOLDER = """
 import signal, sys, time
@@ -103,3 +112,123 @@ def test_a_process_that_only_has_the_pid_of_a_dead_keeper_is_let_alone(
     assert older.poll() is None
     assert psutil.pid_exists(bystander.pid)
     assert bystander.poll() is None
+
+
+# ---- real ones
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KeeperConfig]:
+    """Of a keeper that goes soon when nobody comes."""
+    monkeypatch.setenv("KEEPSTEP_TOKEN", "test-token-test-token")
+    (tmp_path / "store").mkdir()
+    made = KeeperConfig(
+        job="demo",
+        host="h0",
+        store_url=str(tmp_path / "store"),
+        shm_dir=str(tmp_path / "shm"),
+        events_path=str(tmp_path / "events.jsonl"),
+        patience_s=5.0,
+    )
+    yield made
+    replace_older(host_dir_of(made), "h0")
+
+
+def started(config: KeeperConfig, directory: Path) -> KeeperProcess:
+    process = KeeperProcess(config, directory)
+    process.start()
+    process.wait_ready()
+    return process
+
+
+def wait_for(is_so: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.02)
+
+
+@pytest.mark.ranks
+def test_a_second_start_replaces_the_first_and_the_first_knows_that_it_ended(
+    config: KeeperConfig, tmp_path: Path
+) -> None:
+    first = started(config, tmp_path / "first")
+    second = started(config, tmp_path / "second")
+    assert first.pid != second.pid
+    assert first.reap()[0] == "exit code 0"
+    holder = HostDir(second.host_dir).holder()
+    assert holder is not None
+    assert holder.pid == second.pid
+    second.let_go()
+
+
+@pytest.mark.ranks
+def test_a_keeper_that_cannot_start_is_told_with_its_last_words(
+    config: KeeperConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "shm").mkdir(mode=0o777)
+    (tmp_path / "shm").chmod(0o777)
+    process = KeeperProcess(config, tmp_path / "first")
+    process.spawn()
+    with pytest.raises(KeeperFailed, match=r"exit code 2 before it was ready: .*has mode 0777"):
+        process.wait_ready()
+    assert process.reap()[0] == "exit code 2"
+    (tmp_path / "shm").chmod(0o700)
+
+
+@pytest.mark.ranks
+def test_a_keeper_outlives_who_started_it_and_a_signal_to_its_group(
+    config: KeeperConfig, tmp_path: Path
+) -> None:
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from keepstep.ckpt.keeper_config import read_config\n"
+        "from keepstep.ckpt.keeper_process import KeeperProcess\n"
+        "process = KeeperProcess(read_config(Path(sys.argv[1])), Path(sys.argv[2]))\n"
+        "process.start(); process.wait_ready(); print(process.pid, flush=True); input()\n"
+    )
+    config.write(tmp_path / "config.json")
+    words = [sys.executable, "-c", script, str(tmp_path / "config.json"), str(tmp_path / "d")]
+    parent = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert parent.stdout is not None
+    keeper = psutil.Process(int(parent.stdout.readline()))
+    os.killpg(parent.pid, signal.SIGKILL)
+    parent.communicate(timeout=10)
+    assert keeper.is_running()
+    assert keeper.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.ranks
+def test_a_minder_starts_a_dead_keeper_anew_until_it_is_closed(
+    config: KeeperConfig, tmp_path: Path
+) -> None:
+    told: list[tuple[str, str]] = []
+    process = started(config, tmp_path / "first")
+    minder = KeeperMinder(process, lambda kind, reason, **details: told.append((kind, reason)))
+    for _ in range(2):
+        dead = process.pid
+        os.kill(dead, signal.SIGKILL)
+        wait_for(lambda dead=dead: process.pid != dead, "no keeper was started anew")  # type: ignore[misc]
+        process.wait_ready()
+    assert [kind for kind, _ in told] == ["keeper_died", "keeper_died"]
+    assert "ended with SIGKILL" in told[0][1]
+    assert not minder.close()
+    last = process.pid
+    os.kill(last, signal.SIGKILL)
+    time.sleep(0.5)
+    assert process.pid == last
+    assert HostDir(process.host_dir).holder() is None
+
+
+@pytest.mark.ranks
+def test_a_keeper_that_nobody_comes_to_ends_and_is_waited_for(
+    config: KeeperConfig, tmp_path: Path
+) -> None:
+    process = started(msgspec.structs.replace(config, patience_s=1.0), tmp_path / "first")
+    assert not process.wait_end(0.0)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait_end(20.0)
+    assert process.pidfd == -1
+    assert process.wait_end(0.0)

@@ -164,7 +164,12 @@ def _seat(memory: KeeperMemory, enter: Enter, writer: Writer) -> Seat:
 def _slots(memory: KeeperMemory, enter: Enter, writer: Writer) -> tuple[int, ...]:
     """The rank's slots, assigned to it, first the one to begin with."""
     owner = Owner(writer, enter.rank)
-    owned = [slot.index for slot in memory.pool.slots if slot.owner == owner]
+    owned = []
+    for slot in memory.pool.slots:
+        if slot.owner == owner and slot.capacity_bytes >= enter.image_bytes_max:
+            owned.append(slot.index)
+        elif slot.owner == owner:
+            slot.unassign()
     pinned = memory.pinned()
     choice = choose_own(
         memory.rows(),

@@ -556,5 +556,16 @@ def test_memory_of_an_older_layout_is_given_back(host: KeeperHost) -> None:
     assert used_bytes(host) <= before_bytes
 
 
+def test_a_rank_goes_on_with_a_larger_structure_in_its_generation(
+    host: KeeperHost, rank: KitRank
+) -> None:
+    rank.seal(1)
+    with contextlib.closing(KitRank(host, make_structure(1, 9 << 20))) as grown:
+        assert grown.entered.seat == rank.entered.seat
+        assert set(grown.entered.slots).isdisjoint(rank.entered.slots)
+        grown.seal(2)
+        assert states_in(host) == [State(1, 1), State(1, 2)]
+
+
 def used_bytes(host: KeeperHost) -> int:
     return host.place.pool.stat().st_blocks * 512

@@ -1,12 +1,15 @@
 """`events.jsonl`: what happened to a run, with time, who, and why. Append-only.
 
-Kinds: started, resumed, config_changed, checkpoint_passed_over, checkpoint_committed,
-checkpoint_failed, checkpoint_waited, retired, retention_failed, evaluated, skipped, stopped,
-refused, failed, repaired.
+Kinds, by who tells them:
 
-Of keepers: keeper_started, keeper_ended, adopted, image_corrupt, capture_lost, capture_refused,
-slot_damaged, memory_short, client_refused, unserved, disk_unserved, disk_copy_refused, port_taken,
-hint_failed, unprotected, protected; and those of their drains.
+    launcher   refused, failed, repaired, display_lost, keeper_died, keeper_failed, keeper_lingers
+    rank       started, resumed, config_changed, checkpoint_passed_over, state_passed_over,
+               copy_passed_over, snapshot_incomplete, evaluated, skipped, capture_skipped,
+               capturing_again, capture_failed, capture_mode, put_off, stopped
+    keeper     keeper_started, adopted, keeper_ended, capture_lost, checkpoint_committed,
+               checkpoint_failed, commit_recovered, retired, retention_failed, superseded,
+               drain_failed, drain_recovered, drain_gave_up, drain_superseded, drain_lost, corrupt,
+               unprotected, protected, and others that say what they are
 """
 
 from __future__ import annotations

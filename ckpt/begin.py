@@ -30,6 +30,7 @@ from keepstep.ckpt.control import Enter, Entered
 from keepstep.ckpt.errors import CheckpointError, NotRestorable, StructureMismatch
 from keepstep.ckpt.hostdir import HostDir
 from keepstep.ckpt.inventory import HostAddress, Inventory
+from keepstep.ckpt.keeper_line import KeeperLine
 from keepstep.ckpt.lineage import state_words
 from keepstep.ckpt.load import Loading, Staged
 from keepstep.ckpt.log import Log
@@ -37,7 +38,6 @@ from keepstep.ckpt.manifest import decode_manifest
 from keepstep.ckpt.mosaic import Distance
 from keepstep.ckpt.pool import Pool
 from keepstep.ckpt.pool_store import PoolStore
-from keepstep.ckpt.process import this_process
 from keepstep.ckpt.registry import Registry
 from keepstep.ckpt.restore import Options
 from keepstep.ckpt.sources import Sources
@@ -75,8 +75,18 @@ def begin(
         NotRestorable: there are states, and none could be restored; likewise.
         CheckpointError, StoreError: otherwise.
     """
-    chooser = None if log is None else Chooser(store, log, home, wanted)
-    return _Beginning(group, registry, structure, store, chooser, home, wanted).run()
+    keeper = None
+    if home.keeper is not None:
+        if home.host_dir is None:
+            raise ValueError("a keeper has a host directory: give both, or neither")
+        keeper = KeeperLine(home.keeper, home.host_dir, wanted.job, rank_in(group), home.timeout_s)
+    chooser = None if log is None else Chooser(store, log, home, wanted, keeper)
+    beginning = _Beginning(group, registry, structure, store, chooser, home, wanted, keeper)
+    try:
+        return beginning.run()
+    finally:
+        if keeper is not None:
+            keeper.close()
 
 
 class _Member(msgspec.Struct, frozen=True):
@@ -100,7 +110,9 @@ class _Beginning:
         chooser: Chooser | None,
         home: Home,
         wanted: Wanted,
+        keeper: KeeperLine | None,
     ) -> None:
+        self._keeper = keeper
         self._group = group
         self._registry = registry
         self._structure = structure
@@ -158,10 +170,9 @@ class _Beginning:
         """Attach to this host's keeper, and learn where everybody is."""
         home = self._home
         member = _Member(home.host, home.rack, "")
-        if home.keeper is not None:
-            me = this_process()
+        if self._keeper is not None:
             try:
-                attached = home.keeper.attach(self._wanted.job, self._rank, me.pid, me.ticks)
+                attached = self._keeper.attach()
                 member = _Member(attached.host, attached.rack, attached.address)
                 if attached.host != home.host:
                     member = _Member(
@@ -204,7 +215,7 @@ class _Beginning:
     ) -> tuple[Inventory, ...]:
         """Have all keepers promise, and learn what they have. On every rank: where to read."""
         data, problem = b"", ""
-        keeper = self._home.keeper
+        keeper = self._keeper
         if keeper is not None and crew.index == 0:
             try:
                 data = msgspec.json.encode(keeper.take_inventory(generation, term))
@@ -321,7 +332,7 @@ class _Beginning:
         hosts: tuple[int, ...],
     ) -> Entered | None:
         """Enter the generation at this host's keeper."""
-        keeper, entered, problem = self._home.keeper, None, None
+        keeper, entered, problem = self._keeper, None, None
         if keeper is not None:
             request = Enter(
                 generation=generation,

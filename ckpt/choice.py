@@ -16,6 +16,7 @@ from keepstep.ckpt.candidates import Settled
 from keepstep.ckpt.entry import Generation, Parent, Rewind
 from keepstep.ckpt.errors import CheckpointError, NotRestorable
 from keepstep.ckpt.inventory import HostAddress, Inventory
+from keepstep.ckpt.keeper_line import KeeperLine
 from keepstep.ckpt.lineage import Lineage, resume_points, state_words
 from keepstep.ckpt.log import Log
 from keepstep.ckpt.manifest import State, encode_manifest
@@ -69,9 +70,13 @@ class Chooser:
     Args:
         store: the durable one; `log`: its log, opened for this job.
         home, wanted: rank 0's.
+        keeper: of rank 0's host; None if there is none.
     """
 
-    def __init__(self, store: Store, log: Log, home: Home, wanted: Wanted) -> None:
+    def __init__(
+        self, store: Store, log: Log, home: Home, wanted: Wanted, keeper: KeeperLine | None
+    ) -> None:
+        self._keeper = keeper
         self._store = store
         self._log = log
         self._home = home
@@ -114,7 +119,7 @@ class Chooser:
                 lineage,
                 inventories,
                 here=self._home.host,
-                keeper=self._home.keeper,
+                keeper=self._keeper,
                 token=self._home.token,
                 timeout_s=self._home.timeout_s,
                 tell=self._wanted.tell,

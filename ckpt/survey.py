@@ -18,8 +18,8 @@ from keepstep.ckpt.document import decode
 from keepstep.ckpt.errors import CheckpointError, FormatError, NotRestorable
 from keepstep.ckpt.host_hints import HostHint, read_hints
 from keepstep.ckpt.inventory import Inventory
-from keepstep.ckpt.keeper_client import KeeperClient
 from keepstep.ckpt.keeper_errors import KeeperError, Stale
+from keepstep.ckpt.keeper_line import KeeperLine
 from keepstep.ckpt.keys import STATES_PREFIX, DoneKey, parse_key
 from keepstep.ckpt.lineage import Lineage, state_words
 from keepstep.ckpt.manifest import Description, ImageRecord, State, decode_description
@@ -72,7 +72,7 @@ class Survey:
         inventories: Sequence[Inventory],
         *,
         here: str,
-        keeper: KeeperClient | None,
+        keeper: KeeperLine | None,
         token: Token | None,
         timeout_s: float,
         tell: Callable[..., None],

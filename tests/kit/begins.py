@@ -18,7 +18,7 @@ from keepstep.ckpt.agree import all_gather_bytes, gather_structure
 from keepstep.ckpt.begin import Begun, Home, Wanted, begin
 from keepstep.ckpt.keeper_client import KeeperClient
 from keepstep.ckpt.log import Log
-from keepstep.ckpt.manifest import State
+from keepstep.ckpt.manifest import Manifest, State
 from keepstep.ckpt.placement import Mesh, MeshAxis, Split, coordinates
 from keepstep.ckpt.registry import Registry
 from keepstep.ckpt.slots import Level
@@ -105,7 +105,6 @@ class Site:
             host_dir=host_dir,
             disk_dir=Path(disk_dir) if disk_dir else None,
             token=Token(TOKEN),
-            timeout_s=3.0,
         )
 
 
@@ -161,6 +160,8 @@ def begin_here(
     place: Site,
     stack: contextlib.ExitStack,
     wrap: Callable[[Store], Store] = lambda store: store,
+    refuse: Callable[[Manifest], str] = lambda manifest: "",
+    timeout_s: float = 3.0,
 ) -> tuple[Begun, Snapshots, list[tuple[str, str, dict[str, Any]]]]:
     """Begin on this rank."""
     events: list[tuple[str, str, dict[str, Any]]] = []
@@ -173,10 +174,11 @@ def begin_here(
         header=snapshots.header,
         image_bytes_max=snapshots.size_bytes,
         init_from=Address(place.init_from, None) if place.init_from else None,
+        refuse=refuse,
         tell=lambda kind, reason, **details: events.append((kind, reason, details)),
     )
     log = Log(store, job=JOB) if rank == 0 else None
-    home = place.home(rank, stack)
+    home = dataclasses.replace(place.home(rank, stack), timeout_s=timeout_s)
     begun = begin(None, toy.registry, structure, store, log, home, wanted)
     return begun, snapshots, events
 

@@ -44,6 +44,18 @@ def default_shm_dir() -> Path:
     return Path(f"/dev/shm/keepstep-{os.geteuid()}")
 
 
+def shm_dir_of_run(shm_dir: Path, tag: str) -> Path:
+    """The directory of one run's own, beside `shm_dir`: runs of one name do not meet in it."""
+    return shm_dir.with_name(f"{shm_dir.name}.{tag}")
+
+
+def shm_dirs_of_runs(shm_dir: Path) -> list[Path]:
+    """`shm_dir` and, of this user's, all that `shm_dir_of_run` can name, as far as they exist."""
+    beside = sorted(shm_dir.parent.glob(f"{shm_dir.name}.*"))
+    ours = [path for path in beside if path.lstat().st_uid == os.geteuid()]
+    return [shm_dir, *ours] if shm_dir.exists() else ours
+
+
 def check_host(host: str) -> None:
     """Raise HostDirRefused unless `host` can be a host's id: 1 to 40 of ``A-Za-z0-9_-``."""
     if len(host) > HOST_CHARS_MAX or _HOST.fullmatch(host) is None:

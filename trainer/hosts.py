@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.ckpt.hostdir import HOST_CHARS_MAX, default_shm_dir
+from keepstep.ckpt.hostdir import HOST_CHARS_MAX, default_shm_dir, shm_dir_of_run
 from keepstep.ckpt.keeper_config import KeeperConfig
 from keepstep.ckpt.tiers import TierPolicy, Tiers
 from keepstep.trainer.config import Config
@@ -167,7 +167,7 @@ def shm_dir(config: Config, run_dir: Path) -> Path:
     """Where the host directories of this run are: runs of one name do not share them."""
     base = Path(config.tiers.shm_dir).absolute() if config.tiers.shm_dir else default_shm_dir()
     tag = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:_TAG_DIGITS]
-    return base.with_name(f"{base.name}.{tag}")
+    return shm_dir_of_run(base, tag)
 
 
 def _absolute(store_url: str) -> str:

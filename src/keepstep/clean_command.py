@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from keepstep.ckpt.clean import Leftover, find_leftovers, free
-from keepstep.ckpt.hostdir import default_shm_dir
+from keepstep.ckpt.hostdir import default_shm_dir, shm_dirs_of_runs
 from keepstep.printing import print_json
 
 
@@ -23,7 +23,10 @@ def clean(
     ] = False,
     shm_dir: Annotated[
         list[Path] | None,
-        typer.Option(metavar="DIR", help="Of pools; may repeat. Default: /dev/shm/keepstep-UID."),
+        typer.Option(
+            metavar="DIR",
+            help="Of pools; may repeat. Default: /dev/shm/keepstep-UID*.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
 ) -> None:
@@ -32,7 +35,8 @@ def clean(
     A job's memory may hold its newest states, from which a run could still go on: look at the list
     first. What a living keeper, rank or launcher uses is never touched.
     """
-    found = find_leftovers(shm_dir or [default_shm_dir()], [Path(tempfile.gettempdir())])
+    places = [place for one in shm_dir or [default_shm_dir()] for place in shm_dirs_of_runs(one)]
+    found = find_leftovers(places, [Path(tempfile.gettempdir())])
     outcomes = [_outcome(leftover, is_freed=yes) for leftover in found]
     if as_json:
         print_json([_as_json(*pair) for pair in zip(found, outcomes, strict=True)])

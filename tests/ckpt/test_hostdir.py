@@ -20,6 +20,8 @@ from keepstep.ckpt.hostdir import (
     default_shm_dir,
     find_host_dir,
     make_host_dir,
+    shm_dir_of_run,
+    shm_dirs_of_runs,
 )
 from keepstep.ckpt.keeper_errors import KeeperRunning
 from keepstep.ckpt.pool_errors import HostDirRefused
@@ -287,3 +289,12 @@ def test_a_pid_with_another_start_time_is_another_process() -> None:
     assert not is_running(Writer(me.pid, me.ticks + 1))
     assert not is_running(Writer(2**22 + 1, 5))
     assert process_start_ticks(2**22 + 1) is None
+
+
+def test_runs_have_directories_beside_the_shared_one_which_are_found_again(tmp_path: Path) -> None:
+    shared = tmp_path / "shm"
+    assert shm_dirs_of_runs(shared) == []
+    places = [shm_dir_of_run(shared, tag) for tag in ("a1", "b2")]
+    for place in (shared, *places, tmp_path / "shmothers"):
+        place.mkdir()
+    assert shm_dirs_of_runs(shared) == [shared, *places]

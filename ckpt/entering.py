@@ -181,15 +181,20 @@ def _slots(memory: KeeperMemory, enter: Enter, writer: Writer) -> tuple[int, ...
         max(0, memory.config.slots - len(owned)),
     )
     made = _make(memory, enter, choice.missing, SLOTS_MIN - len(owned) - len(choice.slots))
+    held = memory.shelf.held()
     for index in (*choice.slots, *made):
         slot = memory.pool.slots[index]
-        if slot.status is SlotStatus.SEALED and slot.state not in pinned:
+        is_sealed = slot.status is SlotStatus.SEALED
+        if is_sealed and slot.state not in pinned and index not in held:
             memory.free(slot)
         slot.assign(writer, enter.rank)
     given = sorted((*owned, *choice.slots, *made)[: memory.config.slots])
     slots = memory.pool.slots
     given.sort(
-        key=lambda index: slots[index].status is SlotStatus.SEALED and slots[index].state in pinned
+        key=lambda index: (
+            slots[index].status is SlotStatus.SEALED
+            and (slots[index].state in pinned or index in held)
+        )
     )
     return tuple(given)
 

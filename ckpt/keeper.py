@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import setproctitle
@@ -92,6 +93,8 @@ class Keeper:
         self._services = Services(memory, self._answers, self._port_before)
         if memory.tenure is not None:
             self._services.enter(memory.tenure)
+            if memory.promise.generation > memory.tenure.generation:
+                self._services.promised(memory.promise.generation)
         self._sealer.start()
         self._is_ready.set()
         self._events.tell(
@@ -187,7 +190,8 @@ class Keeper:
             target=services.close, args=(finish_s,), name="keepstep-finish", daemon=True
         )
         closing.start()
-        while closing.is_alive():
+        deadline_s = time.monotonic() + 2 * finish_s
+        while closing.is_alive() and time.monotonic() < deadline_s:
             closing.join(POLL_S)
             if select.select([self._woken], [], [], 0)[0]:
                 self._control.close()

@@ -39,6 +39,7 @@ from keepstep.ckpt.inventory import Inventory
 from keepstep.ckpt.keeper_errors import Refusal
 from keepstep.ckpt.manifest import State
 from keepstep.ckpt.pool_table import Writer
+from keepstep.storage.errors import StoreError
 
 FIRST_FRAME_BYTES_MAX = 1 << 12
 CONNECTIONS_MAX = 256
@@ -164,6 +165,10 @@ class ControlServer:
                 reply = self._answer(request, attach)
             except CheckpointError as error:
                 send_frame(connection, Refused(type(error).__name__, str(error)))
+                continue
+            except (OSError, StoreError) as error:
+                self._on_refused(f"{type(request).__name__} failed: {error}")
+                send_frame(connection, Refused(Refusal.__name__, f"the keeper failed: {error}"))
                 continue
             if isinstance(request, Attach):
                 attach = request

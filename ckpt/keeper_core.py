@@ -53,6 +53,7 @@ class Row(msgspec.Struct, frozen=True):
         owner: whom the slot is assigned to; None: nobody.
         capacity_bytes: the largest image that fits.
         is_held: somebody reads the image.
+        turn: counts changes of the status.
     """
 
     index: int
@@ -64,6 +65,7 @@ class Row(msgspec.Struct, frozen=True):
     owner: Writer | None
     capacity_bytes: int
     is_held: bool = False
+    turn: int = 0
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -185,7 +187,7 @@ def void_rows(rows: Sequence[Row], pinned: Collection[State], tenure: Tenure) ->
         if row.status is SlotStatus.SEALED
         and row.state.generation < tenure.generation
         and row.state.step > base_step
-        and row.state not in pinned
+        and not _is_kept(row, pinned)
     ]
 
 

@@ -203,6 +203,7 @@ class KeeperMemory:
                     owner=None if owner is None else owner.writer,
                     capacity_bytes=slot.capacity_bytes,
                     is_held=slot.index in held,
+                    turn=facts.turn,
                 )
             )
         return found

@@ -51,8 +51,7 @@ class Sealer:
         """Look at the table, and take on what is to be sealed and is not in the queue yet."""
         if not self._memory.is_adopted.is_set():
             return
-        slots = self._memory.pool.slots
-        found = [(row.index, slots[row.index].read().turn) for row in self._memory.look()]
+        found = [(row.index, row.turn) for row in self._memory.look()]
         with self._changed:
             for entry in found:
                 if entry not in self._queue:

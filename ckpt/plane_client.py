@@ -30,8 +30,12 @@ class PlaneClient:
     """
 
     def __init__(self, address: str, token: Token, timeout_s: float) -> None:
+        """Connects to nobody yet. Raises Refusal for what is no address."""
         self.address = address
-        self._connections = Connections(address, {"Authorization": token.header}, timeout_s)
+        try:
+            self._connections = Connections(address, {"Authorization": token.header}, timeout_s)
+        except ValueError as error:
+            raise Refusal(f"no keeper can be asked: {error}") from error
 
     def close(self) -> None:
         """Close the connections that lie idle."""

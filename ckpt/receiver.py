@@ -185,8 +185,16 @@ class Receiver:
             for index in wrong:
                 self._pull_again(offer, source, image, header, index)
         except StoreError as error:
+            self._forget(offer.address)
             raise PullFailed(str(error)) from error
         return header
+
+    def _forget(self, address: str) -> None:
+        """A sender that could not be read from: its connections are not to be used again."""
+        with self._lock:
+            source = self._sources.pop(address, None)
+        if source is not None:
+            source.close()
 
     def _pull_again(
         self, offer: Offer, source: PeerStore, image: memoryview, header: ImageHeader, index: int

@@ -278,6 +278,14 @@ class _Link:
         return self._failing_since_s is not None
 
     def _work(self) -> None:
+        try:
+            self._send_all()
+        finally:
+            self._close()
+            if not self._course.is_ended:  # a defect: it is told, and stops no rank
+                self._course.lost(self.peer.host, "the thread that sends to it has died")
+
+    def _send_all(self) -> None:
         course, replicator = self._course, self._course.replicator
         pause_s = PAUSE_FIRST_S
         while (shelved := course.following(self.peer.host)) is not None:
@@ -294,7 +302,6 @@ class _Link:
                 self._failed(error)
                 course.wait(pause_s * self._random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)
-        self._close()
 
     def _offer(self, shelved: Shelved) -> None:
         course, replicator = self._course, self._course.replicator

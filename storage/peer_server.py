@@ -144,6 +144,9 @@ class StoreHandlers:
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         key = request.match_info["key"]
+        if isinstance(self._store, InMemory):
+            with self._opened(key) as source:  # does not block
+                return await self._send(request, key, source)
         opening = self._opened(key)
         source = await self._run(opening.__enter__)
         try:

@@ -14,6 +14,7 @@ from tests.kit.keepers import eventually, make_structure
 from tests.kit.s3_proxy import Action, Fault, S3Proxy
 from tests.kit.sides import PATIENCE_S, TOKEN_OF_KIT, Side, no_threads_stay, side
 
+from keepstep.ckpt.inventory import HostAddress
 from keepstep.ckpt.keeper_errors import Refusal, Stale
 from keepstep.ckpt.manifest import State
 from keepstep.ckpt.plane_messages import Offer, PullFailed
@@ -327,6 +328,14 @@ def test_offers_wait_until_the_peer_has_entered(tmp_path: Path) -> None:
         assert a.seat.acked == -1
         b.enter(STRUCTURE, [a.here, b.here], rank=1)
         b.wait_for(state, 0)
+        a.wait_acked(1)
+
+
+def test_a_peer_without_a_data_plane_is_told_and_stops_nothing(tmp_path: Path) -> None:
+    with no_threads_stay(), side(tmp_path, "h0", patience_s=0.3) as a:
+        a.enter(STRUCTURE, [a.here, HostAddress("h1", "", "")], rank=0)
+        a.seal(1)
+        a.wait_told("unprotected")
         a.wait_acked(1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.kit.faulty_store import Action, Fault, FaultyStore
 
+from keepstep.ckpt.attempt import PAUSES_S, Attempt, attempt
 from keepstep.ckpt.errors import (
     Corrupt,
     FormatError,
@@ -23,7 +24,6 @@ from keepstep.storage.errors import (
     Truncated,
 )
 from keepstep.storage.memory import MemoryStore
-from keepstep.ckpt.attempt import PAUSES_S, Attempt, attempt
 
 
 def read_behind(fault: Fault) -> tuple[Attempt[bytes], list[float]]:

@@ -41,7 +41,7 @@ from keepstep.ckpt.tiers import Due, Tiers
 
 JOB = "demo"
 HOST = "h0"
-WAIT_S = 20.0
+WAIT_S = 60.0
 TOKEN = "kit-token-kit-token"
 
 

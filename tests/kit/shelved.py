@@ -27,7 +27,7 @@ from keepstep.storage.store import Store
 
 JOB = "run-a"
 BOTH = Due.DISK | Due.STORE
-WAIT_S = 20.0
+WAIT_S = 60.0
 READ_BYTES_MAX = 1 << 24
 
 

@@ -9,7 +9,7 @@ from tests.kit.faulty_store import FaultyStore
 from keepstep.storage.errors import StoreError, Transient
 from keepstep.storage.store import Store
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Gate(FaultyStore):

@@ -107,6 +107,11 @@ class Jobs:
         with self._lock:
             self._jobs.pop(ticket, None)
 
+    def clear(self) -> None:
+        """Let go of all jobs, and of the memory they refer to. Nothing is told."""
+        with self._lock:
+            self._jobs.clear()
+
     def levels(self) -> dict[int, int]:
         """Of each rank, the step up to which slots are free."""
         with self._lock:

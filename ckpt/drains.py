@@ -129,6 +129,7 @@ class Drains:
             lane.close(deadline_s)
         self._committer.close(deadline_s)
         self._verifiers.shutdown(wait=False)
+        self._jobs.clear()
 
     def _lanes(self) -> list[Lane]:
         """In the order in which an image goes through them."""

@@ -11,6 +11,7 @@ from tests.kit.logs import bad, generation, open_log
 from tests.kit.shelved import JOB, Ear, Host, begin_generation, shelve, tenure_of
 from tests.kit.slow_store import Gate, Outage
 
+from keepstep.ckpt.document import encode
 from keepstep.ckpt.drains import Drains
 from keepstep.ckpt.errors import FormatError
 from keepstep.ckpt.keys import done_key, image_key, manifest_key
@@ -229,8 +230,6 @@ def test_a_done_record_is_checked(pair: Pair, data: bytes) -> None:
 def test_a_done_record_is_read_back(pair: Pair) -> None:
     with pytest.raises(NotFound):
         read_done(pair.store, at(10), 1)
-    from keepstep.ckpt.document import encode
-
     record = ImageRecord(rank=1, size_bytes=5_000, header_bytes=4_096, digest="0" * 32)
     pair.store.put(done_key(at(10), 1), encode(record))
     assert read_done(pair.store, at(10), 1) == record

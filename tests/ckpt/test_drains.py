@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from tests.kit.shelved import (
 )
 from tests.kit.slow_store import Gate, Outage
 
+from keepstep.ckpt.disk_tier import DiskTier
+from keepstep.ckpt.drain_jobs import Jobs
 from keepstep.ckpt.drains import Drains
 from keepstep.ckpt.errors import FormatError
 from keepstep.ckpt.keys import description_key, done_key, image_key, manifest_key
@@ -31,7 +33,7 @@ from keepstep.ckpt.tiers import Due, TierPolicy
 from keepstep.ckpt.verify import verify
 from keepstep.storage.errors import Denied, NoSpace, NotFound, StoreError, Transient
 from keepstep.storage.file import FileStore
-from keepstep.storage.store import Store
+from keepstep.storage.store import Buffer, Store
 
 PATIENCE_S = 0.4
 CLOSE_S = 10.0
@@ -264,6 +266,28 @@ def test_what_was_written_over_after_its_slot_was_given_up_is_not_committed(benc
     bench.ear.wait_committed(at(20))
 
 
+def test_what_is_written_over_while_it_is_sent_is_not_committed(bench: Bench) -> None:
+    """Its slot was given up. What was sent passed the check, and then memory is found changed."""
+
+    class WrittenOver(Outage):
+        def put_stream(self, key: str, chunks: Iterable[Buffer], size_bytes: int) -> None:
+            super().put_stream(key, chunks, size_bytes)
+            if key == image_key(at(10), 0):
+                images[0].view[-1] ^= 1
+
+    store = WrittenOver(bench.store)
+    drains = bench.drains(store=store, has_disk=False)
+    drains.enter(tenure_of())
+    images = shelve(at(10), Due.STORE)
+    bench.host.seal(images, drains.sealed)
+    bench.ear.wait_event("drain_gave_up")
+    store.is_out = False
+    bench.ear.wait_event("corrupt")
+    drains.close(1.0)
+    assert bench.ear.commits == []
+    assert not is_there(bench.store, done_key(at(10), 0))
+
+
 def test_a_disk_that_fails_for_long_is_passed_over(bench: Bench) -> None:
     disk = Outage(bench.disk, NoSpace)
     drains = bench.drains(disk=disk)
@@ -366,10 +390,11 @@ def test_what_was_promised_stays_until_the_next_generation_has_begun(bench: Benc
     bench.host.seal(shelve(at(10), Due.DISK), drains.sealed)
     bench.ear.wait_drained(1, 10)
     drains.promised(2)
-    bench.host.seal(shelve(at(20), Due.DISK), drains.sealed)
-    bench.ear.wait_drained(1, 20)
-    bench.ear.wait_drained(0, 20)
-    assert steps_on(bench.disk) == {10, 20}
+    for step in (20, 30):  # what goes for 20 has gone when 30 begins
+        bench.host.seal(shelve(at(step), Due.DISK), drains.sealed)
+        bench.ear.wait_drained(1, step)
+        bench.ear.wait_drained(0, step)
+    assert steps_on(bench.disk) == {10, 20, 30}
     drains.enter(tenure_of(2, base=at(15), disk=TierPolicy(keep=1)))
     bench.host.seal(shelve(at(16, 2), Due.DISK), drains.sealed)
     bench.ear.wait_drained(1, 16)
@@ -388,6 +413,9 @@ def test_states_of_an_older_generation_never_go_to_the_store(bench: Bench) -> No
     term = begin_generation(bench.store, 2, base=at(10))
     drains.enter(tenure_of(2, term=term, base=at(10)))
     bench.host.seal(shelve(at(15)), drains.sealed)  # adopted
+    waiting = drains.status()["store"]
+    assert isinstance(waiting, dict)
+    assert waiting["waiting_steps"] == [10], "and that had begun"
     gate.opened.set()
     bench.host.seal(shelve(at(20, 2)), drains.sealed)
     bench.ear.wait_committed(at(20, 2))
@@ -453,8 +481,6 @@ def test_another_images_done_record_is_an_error_and_not_overwritten(bench: Bench
 
 
 def test_the_disk_says_what_it_has(bench: Bench) -> None:
-    from keepstep.ckpt.disk_tier import DiskTier
-
     drains = bench.drains()
     drains.enter(tenure_of())
     images = shelve(at(10), Due.DISK)
@@ -508,3 +534,19 @@ def test_a_lost_answer_is_uploaded_again_and_committed_once(bench: Bench) -> Non
         drains.close(CLOSE_S)
     assert len(Log(bench.store).read().live) == 4
     assert Log(bench.store).read().ignored == ()
+
+
+def test_slots_are_told_free_up_to_the_oldest_that_is_needed() -> None:
+    ear = Ear()
+    jobs = Jobs(ear)
+    jobs.enter(tenure_of())
+    tickets = [jobs.add(shelve(at(step))[0], Due.STORE) for step in (10, 20, 30)]
+    older = jobs.add(shelve(at(40, 0))[0], Due.DISK)
+    assert None not in tickets
+    assert jobs.add(shelve(at(10))[0], Due.STORE) is None
+    for ticket, told in zip([tickets[1], older, tickets[0], tickets[2]], [[], [], [20], [20, 30]]):
+        assert ticket is not None
+        jobs.release(ticket)
+        jobs.end(ticket)
+        assert ear.drained_steps.get(0, []) == told
+    assert jobs.levels() == {0: 30}

@@ -54,6 +54,7 @@ PURE = [
             "mosaic",
             "explain",
             "address",
+            "drain_queue",
             "overlap",
             "pool_errors",
             "pool_table",

@@ -76,6 +76,18 @@ def test_a_run_goes_on_from_its_own_memory_without_a_commit(tmp_path: Path) -> N
     assert 2 * STATE_BYTES <= sum(second.read_bytes.values()) <= 1.05 * 2 * STATE_BYTES
 
 
+def test_an_uncommitted_state_after_which_nothing_is_left_to_do_is_not_taken(
+    tmp_path: Path,
+) -> None:
+    """Else the run would end at once, and its last state would never be in the store."""
+    with site(tmp_path, ("h0", "h0")) as (place, _):
+        run_ranks(2, run_steps, place, (1, 2), (1, 2, 3), 2)
+        ending = dataclasses.replace(place, last_step=3)
+        second = agreed(run_ranks(2, begin_again, ending, (1, 2)))
+    assert second.base == State(1, 2)
+    assert second.passed_over == ()
+
+
 def test_a_lost_host_s_part_comes_from_its_peer_s_memory_in_another_layout(
     tmp_path: Path,
 ) -> None:
@@ -103,7 +115,7 @@ def test_a_host_that_is_no_member_any_more_is_asked_all_the_same(tmp_path: Path)
     ((reason, details),) = second.told("copy_passed_over")
     assert "peer of h1" in reason
     assert details["tensor"] in ("model/matrix", "model/vector")
-    assert (details["tier"], details["host"], details["image"]) == ("peer", "h1", 0)
+    assert (details["tier"], details["of_host"], details["image"]) == ("peer", "h1", 0)
     assert details["offset"] % (1 << 20) == 4096
 
 
@@ -114,7 +126,7 @@ def test_a_wrong_byte_in_own_memory_comes_from_the_peer_and_is_told(tmp_path: Pa
         all_came = run_ranks(4, begin_again, place, (2, 2))
     assert agreed(all_came).base == State(1, 3)
     told = [details for one in all_came for _, details in one.told("copy_passed_over")]
-    assert [(one["tier"], one["host"], one["image"]) for one in told] == [("memory", "h0", 0)]
+    assert [(one["tier"], one["of_host"], one["image"]) for one in told] == [("memory", "h0", 0)]
 
 
 def test_what_is_wrong_everywhere_sends_all_ranks_one_state_back_together(

@@ -90,6 +90,7 @@ class Site:
     disk_dirs: dict[str, str] = field(default_factory=dict)
     has_keepers: bool = True
     init_from: str = ""
+    last_step: int | None = None
     due: Due = Due.NOWHERE
 
     def home(self, rank: int, stack: contextlib.ExitStack) -> Home:
@@ -174,6 +175,7 @@ def begin_here(
         header=snapshots.header,
         image_bytes_max=snapshots.size_bytes,
         init_from=Address(place.init_from, None) if place.init_from else None,
+        last_step=place.last_step,
         refuse=refuse,
         tell=lambda kind, reason, **details: events.append((kind, reason, details)),
     )

@@ -102,6 +102,7 @@ def test_a_state_is_committed_when_the_last_host_is_done_and_all_hear_of_it(pair
     for side in (first, second):
         side.drains.close(CLOSE_S)
     assert live(pair.store) == [at(10)]
+    assert Log(pair.store).read().term == 1, "the committer takes no term of its own"
     report = verify(pair.store, threads=1)
     assert (report.findings, report.unreferenced) == ((), ())
     assert second.ear.kinds() == []
@@ -315,6 +316,13 @@ def test_a_state_that_is_bad_already_is_no_checkpoint_and_that_is_told(pair: Pai
     second.seal(at(10))
     first.ear.wait_event("checkpoint_failed")
     assert live(pair.store) == []
+    assert watched_steps(first) == [], "it is not tried again"
+
+
+def watched_steps(side: Side) -> object:
+    commit = side.drains.status()["commit"]
+    assert isinstance(commit, dict)
+    return commit["waiting_steps"]
 
 
 def test_commits_of_an_older_generation_are_not_heard_as_own(pair: Pair) -> None:

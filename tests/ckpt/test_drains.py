@@ -544,7 +544,9 @@ def test_slots_are_told_free_up_to_the_oldest_that_is_needed() -> None:
     older = jobs.add(shelve(at(40, 0))[0], Due.DISK)
     assert None not in tickets
     assert jobs.add(shelve(at(10))[0], Due.STORE) is None
-    for ticket, told in zip([tickets[1], older, tickets[0], tickets[2]], [[], [], [20], [20, 30]]):
+    for ticket, told in zip(
+        [tickets[1], older, tickets[0], tickets[2]], [[], [], [20], [20, 30]], strict=True
+    ):
         assert ticket is not None
         jobs.release(ticket)
         jobs.end(ticket)

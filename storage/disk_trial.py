@@ -107,8 +107,10 @@ def _write(path: str, piece: mmap.mmap, pieces: int, seconds_max: float) -> tupl
         written = 0
         begun_s = time.perf_counter()
         while written < pieces * _PIECE_BYTES:
-            written += os.pwrite(fd, piece, written)
-            if time.perf_counter() - begun_s > seconds_max:
+            count = os.pwrite(fd, piece, written)
+            written += count
+            # Behind a piece that was cut short no other can be written directly.
+            if count < _PIECE_BYTES or time.perf_counter() - begun_s > seconds_max:
                 break
         os.fsync(fd)
         return written, is_direct, time.perf_counter() - begun_s

@@ -23,7 +23,15 @@ from tests.kit.logs import (
 from keepstep.ckpt.entry import Retire
 from keepstep.ckpt.errors import LogError, Superseded
 from keepstep.ckpt.gc import Report, collect, protected, to_collect
-from keepstep.ckpt.keys import entry_key, image_key, manifest_key, state_prefix
+from keepstep.ckpt.keys import (
+    description_key,
+    done_key,
+    entry_key,
+    host_key,
+    image_key,
+    manifest_key,
+    state_prefix,
+)
 from keepstep.ckpt.lineage import fold
 from keepstep.ckpt.log import read_entry
 from keepstep.ckpt.manifest import State
@@ -388,3 +396,29 @@ def test_what_was_retired_by_hand_is_finished() -> None:
     report = run(store, Policy(keep_last=0))
     assert {doomed.reason for doomed in report.deleted} == {"retired earlier: retention (entry 5)"}
     assert files_of(store, state(1, 10)) == set()
+
+
+def test_done_records_go_when_their_state_is_committed_or_never_can_be() -> None:
+    store = MemoryStore()
+    begin(store, 10, 20)
+    for step in (15, 20, 30):
+        store.put(done_key(state(1, step), 0), b"{}")
+    store.put(description_key(state(1, 15)), b"{}")
+    report = run(store)
+    assert {doomed.key: doomed.reason for doomed in report.deleted if "json" in doomed.key} == {
+        manifest_key(state(1, 10)): "retired",
+        done_key(state(1, 15), 0): "unreferenced: it was never committed, and never will be",
+        description_key(state(1, 15)): "unreferenced: it was never committed, and never will be",
+        done_key(state(1, 20), 0): "of no use any more: entry 3 commits its state",
+    }
+    assert done_key(state(1, 30), 0) in keys(store), "its state may be committed yet"
+    assert done_key(state(1, 20), 0) not in keys(store)
+
+
+def test_hints_of_hosts_are_no_strangers_and_are_left_alone() -> None:
+    store = MemoryStore()
+    begin(store, 10)
+    store.put(host_key("h0"), b"{}")
+    report = run(store)
+    assert (report.deleted, report.foreign) == ((), ())
+    assert host_key("h0") in keys(store)

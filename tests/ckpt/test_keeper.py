@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,7 @@ def test_a_successor_adopts_all_sealed_images_and_seals_what_was_captured_meanwh
     assert host.events("image_corrupt") == []
 
 
+@pytest.mark.slow
 def test_a_keeper_killed_at_any_moment_loses_nothing_that_was_sealed(
     host: KeeperHost, rank: KitRank
 ) -> None:
@@ -131,6 +133,35 @@ def test_a_keeper_killed_at_any_moment_loses_nothing_that_was_sealed(
         assert State(1, step + 1) in states
         assert rank.holds(slot, State(1, step))
         assert rank.holds(other, State(1, step + 1))
+    assert host.events("image_corrupt") == []
+
+
+@pytest.mark.slow
+def test_a_keeper_killed_while_a_rank_enters_lets_it_in_at_last_beside_its_base(
+    host: KeeperHost,
+) -> None:
+    base: State | None = None
+    for generation in range(1, 5):
+        rank = None
+        host.start()
+        dying = threading.Timer(0.012 * generation, host.kill)
+        dying.start()
+        while rank is None:
+            try:
+                if base is not None:
+                    assert base in states_in(host, generation, generation)
+                rank = KitRank(host, STRUCTURE, generation=generation, term=generation, base=base)
+            except KeeperGone:
+                dying.join()
+                host.start()
+        dying.join()
+        if host.last is not None and host.last.poll() is not None:
+            host.start()
+        with contextlib.closing(rank):
+            assert len(rank.entered.slots) == 3
+            rank.seal(generation)
+        base = State(generation, generation)
+        host.end()
     assert host.events("image_corrupt") == []
 
 

@@ -134,7 +134,11 @@ class KeeperHost:
         """An attached client of this process."""
         client = KeeperClient(self.place.path, timeout_s)
         me = this_process()
-        client.attach(self.config.job, rank, me.pid, me.ticks)
+        try:
+            client.attach(self.config.job, rank, me.pid, me.ticks)
+        except CheckpointError:
+            client.close()
+            raise
         return client
 
     def take_inventory(self, generation: int, term: int) -> Inventory:

@@ -234,6 +234,12 @@ def _find_token(memory: KeeperMemory) -> Token | None:
 
 def _drains(memory: KeeperMemory) -> Drains:
     config = memory.config
+    if config.compress:
+        memory.tell(
+            "uncompressed",
+            f"compress = {config.compress!r} is asked for, but images go to the store as they are: "
+            "this version has no compressed encoding; reading is not affected",
+        )
     return Drains(
         lambda: open_durable(config),
         (lambda: open_disk(config)) if config.disk_dir else None,

@@ -79,7 +79,8 @@ class SideStream:
     def __init__(self, device: torch.device, api: Any) -> None:  # noqa: ANN401  a module
         self._device = device
         self._api = api
-        self._stream = api.Stream(device)
+        self.stream = api.Stream(device)
+        """The stream itself: for measurements."""
         self._ready = api.Event()
         self._copied = api.Event()
         self._is_launched = False
@@ -91,11 +92,11 @@ class SideStream:
 
     def launch(self, copies: DeviceCopies | None) -> None:
         """Launch copies behind the mark (None: none besides). From any thread; does not wait."""
-        with self._api.stream(self._stream):
-            self._stream.wait_event(self._ready)
+        with self._api.stream(self.stream):
+            self.stream.wait_event(self._ready)
             if copies is not None:
                 copies.launch()
-            self._copied.record(self._stream)
+            self._copied.record(self.stream)
         self._is_launched = True
 
     def hold_current(self) -> None:

@@ -139,6 +139,8 @@ class LibraryRun:
 
     def capture(self, step: int) -> Captured:
         """See `Checkpointer.capture`."""
+        if self._group is None:  # alone, what is so now is known now
+            self._exchange.start(self._said())
         said = self._exchange.take()
         due = self._due(step, said.overdue)
         self.captured = step

@@ -27,6 +27,8 @@ from keepstep.ckpt.pool_table import SlotStatus, Writer
 from keepstep.ckpt.tenure import Tenure
 
 PINNED_STATES_MAX = 2
+EMPTY_S = 5.0
+"""How long a keeper without images waits for ranks to come again."""
 OVERSIZE = 2
 """A slot is used for an image that is smaller by at most this factor (or smaller than 1 MiB)."""
 
@@ -390,6 +392,7 @@ def why_end(
     finished: Collection[int],
     alone_s: float,
     patience_s: float,
+    is_empty: bool = False,
 ) -> str:
     """Why the keeper and its memory are needed no more; "" if they are.
 
@@ -399,11 +402,14 @@ def why_end(
         finished: ranks that left since their run has ended well.
         alone_s: for how long no process has been there.
         patience_s: how long to wait for the next.
+        is_empty: ranks have been here, and left no image: as when their run was refused.
     """
     if living:
         return ""
     if ranks and set(ranks) <= set(finished):
         return "all ranks of this host have finished"
+    if is_empty and alone_s >= EMPTY_S:
+        return "the ranks of this host are gone, and have left nothing"
     if alone_s >= patience_s:
         return f"no rank has been here for {alone_s:.1f} s, of a patience of {patience_s:g} s"
     return ""

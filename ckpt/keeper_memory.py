@@ -92,6 +92,7 @@ class KeeperMemory:
         self._finished: dict[int, set[int]] = {}
         self._alone_since_s = time.monotonic()
         self._patience_s = config.patience_s + FIRST_S
+        self._has_come = False
         self._take_up_tenure(record)
         pool.header.raise_fence(record.generation)
         for writer in self._writers():
@@ -125,6 +126,7 @@ class KeeperMemory:
                 return False
             self._pidfds[writer] = pidfd
             self._patience_s = self.config.patience_s
+            self._has_come = True
             return True
 
     def bury(self) -> None:
@@ -173,9 +175,14 @@ class KeeperMemory:
                 self._finished.get(generation, set()),
                 time.monotonic() - self._alone_since_s,
                 self._patience_s,
+                is_empty=self._has_come and not self._has_images(),
             )
             self._is_ending = bool(reason)
             return reason
+
+    def _has_images(self) -> bool:
+        """Whether any slot holds an image, or is about to."""
+        return any(slot.status > SlotStatus.FREE for slot in self.pool.slots)
 
     # What there is
 

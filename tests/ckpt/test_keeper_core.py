@@ -415,3 +415,10 @@ def test_when_a_keeper_ends(
 
 def test_a_keeper_that_nobody_entered_is_not_finished() -> None:
     assert why_end(0, (), (), 1.0, 2.0) == ""
+
+
+def test_a_keeper_whose_ranks_left_no_image_does_not_stay_for_its_patience() -> None:
+    assert why_end(0, (0, 1), (), 4.9, 300.0, is_empty=True) == ""
+    assert why_end(0, (0, 1), (), 5.0, 300.0, is_empty=True).endswith("have left nothing")
+    assert why_end(1, (0, 1), (), 5.0, 300.0, is_empty=True) == ""
+    assert why_end(0, (0, 1), (), 5.0, 300.0, is_empty=False) == ""

@@ -166,7 +166,13 @@ def test_a_header_with_wrong_bytes_is_never_shelved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "action",
-    [Action.RESET, Action.TRUNCATE, Action.LOSE_ANSWER, Action.LIE_ABOUT_LENGTH, Action.HANG],
+    [
+        Action.RESET,
+        Action.TRUNCATE,
+        Action.LOSE_ANSWER,
+        Action.LIE_ABOUT_LENGTH,
+        pytest.param(Action.HANG, marks=pytest.mark.slow),
+    ],
     ids=lambda action: action.name,
 )
 def test_a_pull_that_breaks_off_is_made_again(tmp_path: Path, action: Action) -> None:
@@ -178,6 +184,7 @@ def test_a_pull_that_breaks_off_is_made_again(tmp_path: Path, action: Action) ->
         assert not [slot for slot in b.memory.pool.slots if slot.status is SlotStatus.FILLING]
 
 
+@pytest.mark.slow
 def test_a_long_pull_is_no_silence(tmp_path: Path) -> None:
     with behind_a_proxy(tmp_path) as (a, b, proxy):
         proxy.set_faults(Fault(Action.SLOW, contains="/v1/memory/", seconds=PATIENCE_S * 0.9))

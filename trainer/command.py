@@ -30,7 +30,7 @@ from keepstep.trainer.launch import (
 )
 from keepstep.trainer.progress import Display, summary
 from keepstep.trainer.rundir import RunDir, hold_run_dir
-from keepstep.trainer.signals import StopNow
+from keepstep.trainer.signals import StopNow, allow_stop
 
 if TYPE_CHECKING:  # torch is imported late: only in `warm_up`, and under torchrun
     from torch.distributed.distributed_c10d import Store
@@ -104,6 +104,7 @@ def _keepers(
         for process in processes:
             process.start()
         yield processes
+        allow_stop()
         for process in processes:
             if not process.wait_end(KEEPER_END_S):
                 events.append(

@@ -73,3 +73,9 @@ def ignore_stop() -> None:
     """In a launcher that is cleaning up: no signal interrupts that."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def allow_stop() -> None:
+    """In a launcher whose ranks have ended: a signal ends it as it ends any program."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

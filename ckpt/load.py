@@ -49,6 +49,9 @@ _EXACT = Options()
 _BLOCK_CHUNKS = 8
 """Chunks that a thread brings at a time: what it checks is still in the cache then."""
 
+_FAR_THREADS = 4
+"""At least so many wait for a network at once: that costs no core."""
+
 Needs = Mapping[int, Ranges]
 """Image by rank -> its needed chunks."""
 
@@ -124,7 +127,7 @@ class Loading:
         manifest: the state, whatever its layout.
         origins: of the image of a rank, nearest first.
         options: what may differ.
-        threads: that read and check: this rank's share of the host's cores.
+        threads: that check what lies in place: this rank's share of the host's cores.
 
     Raises:
         StructureMismatch: listing what is missing, unexpected or changed.
@@ -318,9 +321,11 @@ class Loading:
 
     def _run(self, tasks: Sequence[tuple[int, int, int]]) -> list[tuple[int, list[int]]]:
         """Carry out (image, first chunk, last chunk) tasks; which chunks were wrong in place."""
-        if len(tasks) <= 1 or self._threads <= 1:
+        is_far = any(image not in self._in_place for image, _, _ in tasks)
+        threads = min(max(self._threads, _FAR_THREADS if is_far else 1), len(tasks))
+        if threads <= 1:
             return [self._task(task) for task in tasks]
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="keepstep-load") as pool:
+        with ThreadPoolExecutor(threads, thread_name_prefix="keepstep-load") as pool:
             return list(pool.map(self._task, tasks))  # an error cancels those not begun
 
     def _task(self, task: tuple[int, int, int]) -> tuple[int, list[int]]:

@@ -243,7 +243,7 @@ def other_inventories(
                 if isinstance(answer, Stale):
                     raise answer
                 if isinstance(answer, str):
-                    tell("host_silent", f"{hint.host}: {answer}", host=hint.host)
+                    tell("host_silent", f"{hint.host}: {answer}", of_host=hint.host)
                 else:
                     found.append(answer)
     return found

@@ -203,7 +203,7 @@ def _details(fault: Fault) -> dict[str, object]:
     error = fault.error
     return {
         "tier": fault.place.tier.value,
-        "host": fault.place.host,
+        "of_host": fault.place.host,
         "image": fault.image,
         "tensor": error.tensor if isinstance(error, Corrupt) else None,
         "offset": error.offset if isinstance(error, Corrupt) else None,

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.ckpt.agree import agree, all_gather_bytes, gather_structure
-from keepstep.ckpt.errors import CheckpointError, WrongMoment
+from keepstep.ckpt.errors import CheckpointError, NotRepresentable, WrongMoment
 from keepstep.ckpt.events import Events
 from keepstep.ckpt.library_host import KeeperOptions, LibraryHost, cpu_group, mesh_of
 from keepstep.ckpt.library_run import LibraryRun, newest_tensors
@@ -210,6 +210,7 @@ class Checkpointer:
         Raises:
             WrongMoment: before `begin`, or for a step that does not come after the last one.
             Stale: another start of this job has taken over. End this process.
+            OtherRanksFailed: an optimizer has made state that cannot be kept; names it.
             RuntimeError: another rank is gone, as torch says it.
         """
         run = self._living()
@@ -302,7 +303,12 @@ class Checkpointer:
     def _replan_if_wanted(self, run: LibraryRun) -> None:
         """Plan anew, on all ranks together, if state has come to exist on any. Collective then."""
         if run.wants_plan():
-            self.registry.refresh()
+            problem = None
+            try:
+                self.registry.refresh()
+            except NotRepresentable as error:
+                problem = str(error)
+            agree(self._group, "looking at the optimizers' new state", problem)
             run.plan(gather_structure(self._group, self.registry))
 
 

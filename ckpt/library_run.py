@@ -124,7 +124,12 @@ class LibraryRun:
     def plan(self, structure: Structure) -> None:
         """Go on with another structure. Collective. Raises OtherRanksFailed."""
         if structure.digest == self._digest:
+            self.snapshots.confirm_plan()
             return
+        # The keepers know one structure: what the older plan captured is sealed by that first.
+        sealed = self.snapshots.wait_sealed(_ENTER_S)
+        late = None if sealed else f"its keeper has sealed nothing for {_ENTER_S:.0f} s"
+        agree(self._group, "planning anew", late)
         self.snapshots.close()
         self.snapshots = Snapshots(self._registry, structure, self._host.config.job)
         entered, problem = None, None
@@ -225,6 +230,7 @@ class LibraryRun:
         """Open the snapshots; on all ranks or none. Collective. Raises OtherRanksFailed."""
         slots = () if entered is None else entered.slots
         count = least_slots(self._group, slots)
+        acked = self._exchange.known.level.acked
         problem = None
         try:
             if entered is not None:
@@ -233,6 +239,7 @@ class LibraryRun:
                     self.begun.generation,
                     count,
                     is_from_nothing=self.begun.base is None and self.captured == STEP_NONE,
+                    kept=State(self.begun.generation, acked) if acked != STEP_NONE else None,
                 )
         except (CheckpointError, OSError, RuntimeError) as error:
             problem = str(error)

@@ -27,13 +27,15 @@ from keepstep.ckpt.overlap import OverlapChoice
 from keepstep.ckpt.plan import Plan
 from keepstep.ckpt.pool import Pool, Slot
 from keepstep.ckpt.pool_errors import PoolError
-from keepstep.ckpt.pool_table import VALUES_BYTES, Seat, Writer
+from keepstep.ckpt.pool_table import VALUES_BYTES, Seat, SlotStatus, Writer
 from keepstep.ckpt.process import this_process
 from keepstep.ckpt.registry import Registry
 from keepstep.ckpt.slot_copy import ImageParts, SlotCopy, Streams
 from keepstep.ckpt.slots import OWNS_NOTHING, STEP_NONE, Decision, Level, SlotRule
 from keepstep.ckpt.structure import Structure
 from keepstep.ckpt.tiers import Due
+
+_POLL_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +141,19 @@ class Snapshots:
         is_as_planned = self._registry.version == self._version
         return not is_as_planned or self._registry.state_count() != self._state_count
 
+    def confirm_plan(self) -> None:
+        """The structure was looked at again on all ranks, and is still the one of the plan."""
+        self._version = self._registry.version
+        self._state_count = self._registry.state_count()
+
     def open(
-        self, entered: Entered, generation: int, slot_count: int, *, is_from_nothing: bool = False
+        self,
+        entered: Entered,
+        generation: int,
+        slot_count: int,
+        *,
+        is_from_nothing: bool = False,
+        kept: State | None = None,
     ) -> None:
         """Take the slots that the keeper gave, and put the update guard on the optimizers.
 
@@ -153,6 +166,7 @@ class Snapshots:
                 ranks, for they skip alike. 2 or more.
             is_from_nothing: the generation has no base, so no slot holds anything that a later
                 beginning may need: the same on all ranks.
+            kept: of this generation, captured by an earlier plan: not to be the first to go.
 
         Raises:
             WrongMoment: if it is open.
@@ -165,7 +179,10 @@ class Snapshots:
         self._values()
         rule = SlotRule(slot_count, first_alone=not is_from_nothing)
         pool = Pool.open(Path(entered.pool))
-        slots = tuple(pool.slots[index] for index in entered.slots[:slot_count])
+        given = [pool.slots[index] for index in entered.slots]
+        if kept is not None:
+            given.sort(key=lambda slot: slot.status is SlotStatus.SEALED and slot.state == kept)
+        slots = tuple(given[:slot_count])
         streams = Streams()
         for slot in slots:
             slot.prefault()
@@ -247,6 +264,16 @@ class Snapshots:
         """
         if self._opened is not None:
             self._opened.copier.wait()
+
+    def wait_sealed(self, timeout_s: float) -> bool:
+        """Block until the keeper has sealed all that was captured; whether it has, in time."""
+        self.wait()
+        until_s = time.monotonic() + timeout_s
+        while any(slot.status is SlotStatus.CAPTURED for slot in self._open().slots):
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
     def take_problems(self) -> list[tuple[State, str]]:
         """What failed since the last call, and why: captures that do not exist on this rank."""

@@ -199,9 +199,16 @@ def _dead_files(
 
 
 def is_past(state: State, lineage: Lineage) -> bool:
-    """Whether a state that is not committed by now never will be (I7, I8)."""
+    """Whether a state that is not committed by now never will be, nor is needed (I7, I8).
+
+    The base of the newest generation is needed until that has a commit: should it fail before, the
+    next one begins at the same base. (If the base is committed, its files are no matter of this.)
+    """
     newest = lineage.generation
     if newest is None:
+        return False
+    is_base = state == newest.base and all(one.state != state for one in lineage.commits)
+    if is_base and lineage.committed_to == state.step:
         return False
     if state.generation == newest.number:
         return state.step <= lineage.committed_to

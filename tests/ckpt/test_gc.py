@@ -422,3 +422,21 @@ def test_hints_of_hosts_are_no_strangers_and_are_left_alone() -> None:
     report = run(store)
     assert (report.deleted, report.foreign) == ((), ())
     assert host_key("h0") in keys(store)
+
+
+def test_the_base_of_the_newest_generation_stays_until_that_has_a_commit() -> None:
+    """It was never committed, but the next generation may have to begin there again."""
+    store = MemoryStore()
+    log = begin(store, 10)
+    for step in (14, 15):
+        write_images(store, state(1, step))
+    log.append(generation(2, base=state(1, 15)))
+    assert {doomed.key for doomed in run(store).deleted} == images_of(14)
+    assert len(files_of(store, state(1, 15))) == 2
+    save(log, state(2, 20))
+    run(store)
+    assert files_of(store, state(1, 15)) == set()
+
+
+def images_of(step: int) -> set[str]:
+    return {image_key(state(1, step), rank) for rank in (0, 1)}

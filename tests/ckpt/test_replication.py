@@ -187,7 +187,7 @@ def test_a_pull_that_breaks_off_is_made_again(tmp_path: Path, action: Action) ->
 @pytest.mark.slow
 def test_a_long_pull_is_no_silence(tmp_path: Path) -> None:
     with behind_a_proxy(tmp_path) as (a, b, proxy):
-        proxy.set_faults(Fault(Action.SLOW, contains="/v1/memory/", seconds=PATIENCE_S * 0.9))
+        proxy.set_faults(Fault(Action.SLOW, contains="/v1/memory/", seconds=PATIENCE_S * 0.6))
         client = b.client(timeout_s=PATIENCE_S / 2)
         a.replicator.close(0.0)  # type: ignore[union-attr]
         state = a.seal(1)

@@ -1,65 +1,57 @@
-"""Saving and loading against torch's own checkpointing and against the limits of the machine.
+"""Captures, commits and restores against torch's checkpointing and the limits of the machine.
 
-    python bench/checkpoint.py                 4 gloo ranks x 256 MB of FSDP2 + Adam, median of 5
-    python bench/checkpoint.py --mb 16 --repetitions 1     a quick trial
+    python -m bench.checkpoint                 4 gloo ranks x 256 MB of FSDP2 + Adam, medians of 5
+    python -m bench.checkpoint --mb 16 --repetitions 1      a quick trial
+    python -m bench.checkpoint --only durable,commit        some parts alone
 
-Every repetition runs everything once, ours and theirs side by side and in turning order, so that
-the machine's drift hits both alike; ratios are medians of the ratios within a repetition. Times are
-from a barrier to the last rank's end. "durable" is from before the capture to the commit in the
-log, on disk. Loads are from the page cache, except "uncached". "small" is the time of 5,000 tensors
-of 1 KiB less that of one tensor of 5 MB, over 5,000, in one process, capture to commit. Prints
-JSON; leaves nothing behind.
+Parts: durable, commit, call, restore (one set of ranks); reshard (another); replication, small and
+plan (one process each). Every round runs everything once, in turning order, so that the machine's
+drift hits all alike; ratios are medians of the ratios within a round. Ranks are timed from a
+barrier to the last one's end.
+
+`durable` is from the moment the first image was sealed until all are on the disk, durably. `commit`
+is from before `capture()` until all ranks know of the commit in the log, for states that are due in
+the store alone: a directory on the same disk; the disk tier has no part in it. `raw` is the best of
+1 to 4 O_DIRECT streams of as many bytes, with fsync. Restores are of files that were read once
+before, verified, and agreed on by all ranks. Prints JSON; leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
+import datetime
 import json
-import mmap
 import os
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import msgspec
 import torch
+from bench.measures.model import Trained
+from bench.measures.others import TorchCheckpointing
+from bench.measures.planning import planning
+from bench.measures.rank import Site, keeper_site
+from bench.measures.replication import replication
+from bench.measures.saves import CALL, COMMIT, DURABLE, PARTS, RESTORE, Reshards, Round, Saves
+from bench.measures.small import small_cost
+from tests.kit.proof import ROOT, git_commit
 from torch import distributed as dist
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from keepstep.ckpt.agree import agree, all_gather_bytes, gather_structure
-from keepstep.ckpt.commit import commit
-from keepstep.ckpt.entry import Generation
-from keepstep.ckpt.load import stage
-from keepstep.ckpt.log import Log
-from keepstep.ckpt.manifest import FORMAT_VERSION, ImageRecord, Manifest, State
-from keepstep.ckpt.placement import Mesh, MeshAxis
-from keepstep.ckpt.registry import Registry
-from keepstep.ckpt.save import Saver
-from keepstep.ckpt.structure import Structure, merge_structures
-from keepstep.storage.file import FileStore
-
-WIDTH = 1024
-SMALL_COUNT = 5_000
-WRITE_BYTES = 16 << 20
+RESHARD, REPLICATION, SMALL, PLAN = "reshard", "replication", "small", "plan"
+ALL_PARTS = (*PARTS, RESHARD, REPLICATION, SMALL, PLAN)
+RESHARD_FROM = (2, 2)
+RESHARD_TO = {"4x1": (4, 1), "1x4": (1, 4)}
 PR_SET_PDEATHSIG = 1
-BARS = {"durable_vs_dcp": 2.0, "load_vs_dcp": 2.0, "small_ms": 0.05}
+TIMEOUT_S = 1800.0
+MILLION = 1e6
 
 
 @dataclass(frozen=True)
@@ -69,386 +61,265 @@ class Options:
     ranks: int
     mb: int
     repetitions: int
-    small_repetitions: int
     seed: int
     directory: str
+    only: str
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The wanted parts, in the order in which they run."""
+        wanted = self.only.split(",") if self.only else list(ALL_PARTS)
+        unknown = [part for part in wanted if part not in ALL_PARTS]
+        if unknown:
+            raise SystemExit(f"--only {','.join(unknown)}: expected some of {','.join(ALL_PARTS)}")
+        if RESHARD in wanted and self.ranks != RESHARD_FROM[0] * RESHARD_FROM[1]:
+            raise SystemExit(f"--ranks {self.ranks}: {RESHARD} is of 4 ranks; give --only others")
+        return tuple(part for part in ALL_PARTS if part in wanted)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the state, all ranks together."""
+        return self.ranks * self.mb * 2**20
 
 
-class Run:
-    """Our side of a save and a load, as a training loop would have it."""
-
-    def __init__(self, registry: Registry, structure: Structure, root: Path) -> None:
-        self.registry = registry
-        self.structure = structure
-        self.root = root
-        self.store = FileStore(root)
-        self.saver = Saver(registry, structure, self.store, "bench")
-        self.step = 0
-        self.manifest: Manifest | None = None
-        self.stall_s: list[float] = []
-        if registry.rank == 0:
-            self.log = Log(self.store, job="bench")
-            self.log.take_term("bench")
-            hosts = tuple("here" for _ in range(_size(structure.mesh)))
-            self.log.append(
-                Generation(
-                    number=1, hosts=hosts, mesh=structure.mesh, base=None, parent=None, config={}
-                )
-            )
-
-    def save(self) -> None:
-        """Capture to commit."""
-        self.step += 1
-        state = State(generation=1, step=self.step)
-        began_s = time.perf_counter()
-        values = self.saver.capture(state)
-        self.stall_s.append(time.perf_counter() - began_s)
-        self.saver.start()
-        records = gathered(self.saver.wait())
-        self.manifest = Manifest(
-            format=FORMAT_VERSION,
-            job="bench",
-            state=state,
-            mesh=self.structure.mesh,
-            placements=self.structure.placements,
-            tensors=self.structure.tensors,
-            aliases=self.structure.aliases,
-            values=values,
-            plan_digest=self.structure.digest,
-            images=tuple(record for record in records if record is not None),
-        )
-        if self.registry.rank == 0:
-            commit(self.log, self.manifest)
-        barrier()
-
-    def load(self) -> None:
-        """Stage, agree, apply."""
-        assert self.manifest is not None
-        with stage(self.registry, self.structure, self.manifest, self.store) as staged:
-            if dist.is_initialized():
-                agree(None, "the load", None)
-            staged.apply()
-
-    def forget(self) -> None:
-        """Remove the last save's images, as retention would; not timed."""
-        barrier()
-        if self.registry.rank == 0:
-            shutil.rmtree(self.root / "states", ignore_errors=True)
-        barrier()
-
-    def close(self) -> None:
-        self.saver.close()
+# What ranks do.
 
 
-def gathered(record: ImageRecord | None) -> list[ImageRecord | None]:
-    if not dist.is_initialized():
-        return [record]
-    parts = all_gather_bytes(None, msgspec.json.encode(record))
-    return [msgspec.json.decode(part, type=ImageRecord | None) for part in parts]
-
-
-def barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Seconds from a barrier until the last rank has ended."""
-    barrier()
-    began_s = time.perf_counter()
-    call()
-    took = torch.tensor(time.perf_counter() - began_s, dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return took.item()
-
-
-class Limits:
-    """What the machine can do at all, with the same bytes in the same run."""
-
-    def __init__(self, size_bytes: int, path: Path) -> None:
-        self.size_bytes = size_bytes - size_bytes % 4096
-        self.source = torch.randint(0, 255, (self.size_bytes,), dtype=torch.uint8)
-        self.map = mmap.mmap(-1, self.size_bytes)
-        self.view = memoryview(self.map)
-        self.target = torch.frombuffer(self.map, dtype=torch.uint8)
-        self.target.copy_(self.source)
-        self.path = path
-        self.cached = path.with_suffix(".cached")
-        self.cached.write_bytes(self.source.numpy().tobytes())
-
-    def memcpy(self) -> None:
-        self.target.copy_(self.source)
-
-    def direct_write(self) -> None:
-        flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_DIRECT
-        fd = os.open(self.path, flags)
-        done = 0
-        while done < self.size_bytes:
-            done += os.write(fd, self.view[done : done + WRITE_BYTES])
-        os.fsync(fd)
-        os.close(fd)
-
-    def cached_read(self) -> None:
-        fd = os.open(self.cached, os.O_RDONLY)
-        done = 0
-        while done < self.size_bytes:
-            done += os.preadv(fd, [self.view[done : done + WRITE_BYTES]], done)
-        os.close(fd)
-
-
-def fsdp_state(options: Options) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """FSDP2 + AdamW whose state is `mb` MiB a rank: weights and two moments in float32."""
-    total_bytes = options.mb * options.ranks * 2**20
-    layers = max(1, total_bytes // (3 * 4 * WIDTH * WIDTH))
-    torch.manual_seed(options.seed)
-    mesh = init_device_mesh("cpu", (options.ranks,), mesh_dim_names=("dp_shard",))
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model(torch.randn(2, WIDTH)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
-
-
-def local_bytes(value: object) -> int:
-    if isinstance(value, dict):
-        return sum(local_bytes(item) for item in value.values())
-    if isinstance(value, DTensor):
-        return value.to_local().nbytes
-    return value.nbytes if isinstance(value, torch.Tensor) else 0
-
-
-def measure(options: Options, rank: int, root: Path) -> dict[str, Any]:
-    """Everything that needs all ranks. The result is the same on each."""
-    model, optimizer = fsdp_state(options)
-    mesh = Mesh((MeshAxis(name="dp_shard", size=options.ranks),))
-    registry = Registry(mesh, rank)
-    registry.add_module("model/", model)
-    registry.add_optimizer("optimizer/", optimizer)
-    if rank == 0:
-        (root / "ours").mkdir()
-    barrier()
-    run = Run(registry, gather_structure(None, registry), root / "ours")
-    weights, moments = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": weights, "optimizer": moments}
-    size_bytes = local_bytes(state)
-    limits = Limits(size_bytes, root / f"limit-{rank}")
-    path = str(root / "dcp")
-
-    def dcp_async() -> None:
-        cast("Any", dcp_async_save(state, checkpoint_id=path)).result()
-
-    def forget_dcp() -> None:
-        barrier()
-        if rank == 0:
-            shutil.rmtree(path, ignore_errors=True)
-        barrier()
-
-    def ours_save() -> dict[str, float]:
-        run.forget()
-        return {"ours_durable": timed(run.save)}
-
-    def theirs_save() -> dict[str, float]:
-        forget_dcp()
-        return {"dcp_save": timed(lambda: dcp_save(state, checkpoint_id=path))}
-
-    def ours_load() -> dict[str, float]:
-        first = timed(run.load)  # written past the page cache, so read from the disk
-        return {"ours_load_uncached": first, "ours_load": timed(run.load)}
-
-    def theirs_load() -> dict[str, float]:
-        dcp_load(state, checkpoint_id=path)
-        return {"dcp_load": timed(lambda: dcp_load(state, checkpoint_id=path))}
-
-    def theirs_async() -> dict[str, float]:
-        forget_dcp()
-        return {"dcp_async": timed(dcp_async)}
-
-    def limit_set() -> dict[str, float]:
-        return {
-            "memcpy": timed(limits.memcpy),
-            "direct_write": timed(limits.direct_write),
-            "cached_read": timed(limits.cached_read),
-        }
-
-    pairs = [[ours_save, theirs_save], [ours_load, theirs_load]]
-    rounds: list[dict[str, float]] = []
-    for number in range(options.repetitions + 1):
-        found = limit_set()
-        for pair in pairs:
-            for part in pair if number % 2 else pair[::-1]:
-                found |= part()
-        found |= theirs_async()
-        if number:  # the first round warms up: buffers touched, files made once
-            rounds.append(found)
-    stall_s = statistics.median(run.stall_s[1:])
-    run.close()
-    return {"bytes_per_rank": size_bytes, "rounds": rounds, "ours_stall_s_rank0": stall_s}
-
-
-def small_cost(options: Options, root: Path) -> dict[str, Any]:
-    """Milliseconds a small tensor costs, ours and DCP's, capture to durable; one process."""
-    mesh = Mesh((MeshAxis(name="dp_shard", size=1),))
-    small = {f"t{number:04}": torch.randn(256) for number in range(SMALL_COUNT)}
-    one = {"one": torch.randn(SMALL_COUNT * 256)}
-    runs = []
-    for name, tensors in (("small", small), ("one", one)):
-        (root / name).mkdir()
-        registry = Registry(mesh, 0)
-        for tensor_name, tensor in tensors.items():
-            registry.add_tensor(tensor_name, tensor)
-        structure = merge_structures([registry.structure()])
-        runs.append(Run(registry, structure, root / name))
-    ours, theirs = [], []
-    for number in range(options.small_repetitions + 1):
-        times = []
-        for run in runs if number % 2 else runs[::-1]:
-            run.forget()
-            times.append(timed(run.save))
-        dcp_times = []
-        for tensors in (small, one):
-            path = str(root / "dcp-small")
-            shutil.rmtree(path, ignore_errors=True)
-            saved: dict[str, Any] = dict(tensors)
-
-            def save(state: dict[str, Any] = saved, where: str = path) -> None:
-                dcp_save(state, checkpoint_id=where, no_dist=True)
-
-            dcp_times.append(timed(save))
-        if number:  # the first one warms up
-            many, single = times if number % 2 else times[::-1]
-            ours.append((many - single) * 1e3 / SMALL_COUNT)
-            theirs.append((dcp_times[0] - dcp_times[1]) * 1e3 / SMALL_COUNT)
-    for run in runs:
-        run.close()
-    return {
-        "ours_ms": statistics.median(ours),
-        "dcp_ms": statistics.median(theirs),
-        "ours_ms_all": ours,
-    }
-
-
-def report(options: Options, found: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
-    rounds: list[dict[str, float]] = found["rounds"]
-    total_bytes = found["bytes_per_rank"] * options.ranks
-    seconds = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-
-    def ratio(theirs: str, ours: str) -> float:
-        return statistics.median(one[theirs] / one[ours] for one in rounds)
-
-    ratios = {
-        "durable_vs_dcp": ratio("dcp_save", "ours_durable"),
-        "durable_vs_dcp_async": ratio("dcp_async", "ours_durable"),
-        "load_vs_dcp": ratio("dcp_load", "ours_load"),
-        "durable_of_direct_write": ratio("direct_write", "ours_durable"),
-        "load_of_cached_read": ratio("cached_read", "ours_load"),
-    }
-    return {
-        "bench": "checkpoint",
-        "options": {key: value for key, value in asdict(options).items() if key != "directory"},
-        "git_commit": git_commit(),
-        "torch": torch.__version__,
-        "cpus": len(os.sched_getaffinity(0)),
-        "bytes_per_rank": found["bytes_per_rank"],
-        "seconds": seconds,
-        "gb_per_s": {name: total_bytes / 1e9 / value for name, value in seconds.items()},
-        "stall_s": found["ours_stall_s_rank0"],
-        "ratios": ratios,
-        "small": small,
-        "rounds": rounds,
-        "bars": {
-            "durable_vs_dcp": [ratios["durable_vs_dcp"], ">=", BARS["durable_vs_dcp"]],
-            "load_vs_dcp": [ratios["load_vs_dcp"], ">=", BARS["load_vs_dcp"]],
-            "small_ms": [small["ours_ms"], "<=", BARS["small_ms"]],
-        },
-        "passed": ratios["durable_vs_dcp"] >= BARS["durable_vs_dcp"]
-        and ratios["load_vs_dcp"] >= BARS["load_vs_dcp"]
-        and small["ours_ms"] <= BARS["small_ms"],
-    }
-
-
-def git_commit() -> str:
-    """The commit measured, marked if files differ from it; "unknown" outside a repository."""
-    here = Path(__file__).resolve().parent
-    asked = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
-def rank_main(options: Options, rank: int, root: Path) -> None:
+def rank_main(options: Options, rank: int, group: str, root: Path, site: Site) -> None:
+    """One rank of one set. Rank 0 writes what was found."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives the bench
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=options.ranks
+        "gloo",
+        init_method=f"file://{root}/rendezvous",
+        rank=rank,
+        world_size=options.ranks,
+        timeout=datetime.timedelta(seconds=TIMEOUT_S),
     )
-    found = measure(options, rank, root)
+    with contextlib.ExitStack() as stack:
+        measure = _measure_reshard if group == RESHARD else _measure_saves
+        found = measure(options, rank, root, site, stack)
+        dist.barrier()
     if rank == 0:
         (root / "found.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_all(options: Options) -> dict[str, Any]:
-    """Start the ranks, wait for them, then measure alone; removes all files in any case."""
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # runs the cleanup
-    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=options.directory) as text:
-        root = Path(text).resolve()
+def _measure_saves(
+    options: Options, rank: int, root: Path, site: Site, stack: contextlib.ExitStack
+) -> dict[str, Any]:
+    trained = Trained(options.ranks, 1, options.total_bytes, options.seed)
+    saves = Saves(trained, rank, options.ranks, site, root, stack)
+    rounds = saves.rounds(options.parts, options.repetitions)
+    return {
+        "bytes_per_rank": trained.bytes_per_rank,
+        "inside_bytes": saves.ours.inside_bytes,
+        "rounds": rounds,
+    }
+
+
+def _measure_reshard(
+    options: Options, rank: int, root: Path, site: Site, stack: contextlib.ExitStack
+) -> dict[str, Any]:
+    source = Trained(*RESHARD_FROM, options.total_bytes, options.seed)
+    others = {
+        name: Trained(*sizes, options.total_bytes, options.seed + 1)
+        for name, sizes in RESHARD_TO.items()
+    }
+    reshards = Reshards(source, others, rank, site, root, stack)
+    rounds = reshards.rounds(options.repetitions)
+    return {"bytes_per_rank": source.bytes_per_rank, "rounds": rounds}
+
+
+def run_ranks(options: Options, group: str, root: Path) -> dict[str, Any]:
+    """Start a set of ranks with a keeper of their own, wait for them, and read what they found."""
+    place = root / group
+    place.mkdir()
+    with keeper_site(place) as (site, _):
+        command = [
+            sys.executable,
+            *("-m", "bench.checkpoint", "--group", group, "--root", str(place)),
+            *("--site", json.dumps(asdict_of(site)), *arguments_of(options)),
+        ]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, "--root", str(root), *arguments_of(options)]
         ranks = [
-            subprocess.Popen([*command, "--rank", str(rank)], env=environment)
+            subprocess.Popen([*command, "--rank", str(rank)], env=environment, cwd=ROOT)
             for rank in range(options.ranks)
         ]
         try:
-            codes = [process.wait() for process in ranks]
+            codes = [process.wait(TIMEOUT_S) for process in ranks]
         finally:
             for process in ranks:
                 process.kill()
                 process.wait()
         if any(codes):
-            raise SystemExit(f"ranks ended with exit codes {codes}")
-        found = json.loads((root / "found.json").read_text())
-        return report(options, found, small_cost(options, root))
+            raise SystemExit(f"{group}: ranks ended with exit codes {codes}")
+    found: dict[str, Any] = json.loads((place / "found.json").read_text())
+    return found
+
+
+def asdict_of(site: Site) -> dict[str, str]:
+    return {"host_dir": site.host_dir, "store": site.store, "disk": site.disk}
+
+
+# What it comes to.
+
+
+class Report:
+    """Figures, ratios and bars, part by part."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.bars: dict[str, list[Any]] = {}
+        self.found: dict[str, Any] = {}
+
+    def at_least(self, name: str, value: float, bar: float) -> None:
+        """A bar: `value` >= `bar`."""
+        self.bars[name] = [value, ">=", bar, value >= bar]
+
+    def at_most(self, name: str, value: float, bar: float) -> None:
+        """A bar: `value` <= `bar`."""
+        self.bars[name] = [value, "<=", bar, value <= bar]
+
+    def add_saves(self, found: dict[str, Any]) -> None:
+        """The set of ranks in one layout."""
+        rounds: list[Round] = found["rounds"]
+        parts = self.options.parts
+        total_bytes = found["bytes_per_rank"] * self.options.ranks
+        seconds, rates = _medians(rounds, total_bytes)
+        self.found["saves"] = {
+            "bytes_per_rank": found["bytes_per_rank"],
+            "copied_in_the_call_bytes": found["inside_bytes"],
+            "seconds": seconds,
+            "gb_per_s": rates,
+            "rounds": rounds,
+        }
+        if DURABLE in parts:
+            self.at_least("durable_of_raw", _ratio(rounds, "raw", "sealed_to_disk"), 0.8)
+        if COMMIT in parts:
+            self.at_least("commit_of_raw", _ratio(rounds, "raw", "captured_to_commit"), 0.65)
+            self.at_least("commit_vs_dcp", _ratio(rounds, "dcp_save", "captured_to_commit"), 2.0)
+        if CALL in parts:
+            share = found["inside_bytes"] / found["bytes_per_rank"]
+            beyond_ms = [(one["call"] - share * one["memcpy"]) * 1e3 for one in rounds]
+            self.at_most("call_beyond_its_copy_ms", statistics.median(beyond_ms), 2.0)
+            self.at_most("guard_of_memcpy", _ratio(rounds, "guard", "memcpy"), 1.2)
+            for name in ("dcp_async", "dcp_staged", "torch_checkpointing"):
+                blocked = f"{name}_blocked"
+                if blocked in rounds[0]:
+                    self.found[f"{blocked}_vs_guard"] = _ratio(rounds, blocked, "guard")
+            self.found["torch_checkpointing"] = TorchCheckpointing.why_not() or "measured"
+        if RESTORE in parts:
+            memory = _ratio(rounds, "memcpy_restored", "restore_memory")
+            self.at_least("restore_memory_of_memcpy", memory, 0.5)
+            self.at_least("restore_disk_vs_dcp", _ratio(rounds, "dcp_load", "restore_disk"), 2.5)
+
+    def add_reshard(self, found: dict[str, Any]) -> None:
+        """The set of ranks that load in another layout."""
+        rounds: list[Round] = found["rounds"]
+        seconds, rates = _medians(rounds, found["bytes_per_rank"] * self.options.ranks)
+        self.found[RESHARD] = {"seconds": seconds, "gb_per_s": rates, "rounds": rounds}
+        for name in RESHARD_TO:
+            ratio = _ratio(rounds, f"dcp_reshard_{name}", f"reshard_{name}")
+            self.at_least(f"reshard_2x2_to_{name}_vs_dcp", ratio, 2.5)
+
+    def add_replication(self, found: dict[str, Any]) -> None:
+        """Two hosts."""
+        self.found[REPLICATION] = found
+        self.at_least("replication_of_stream", found["of_stream"], 0.7)
+
+    def add_small(self, found: dict[str, Any]) -> None:
+        """Many small tensors."""
+        self.found[SMALL] = found
+        self.at_most("small_ms", found["ours_ms"], 0.02)
+        self.at_most("small_bytes", found["ours_bytes"], 250)
+
+    def add_plan(self, found: dict[str, Any]) -> None:
+        """The plan of one of many ranks."""
+        self.found[PLAN] = found
+        self.at_most("plan_s", found["plan_s"], 1.0)
+        self.at_most("manifest_mb", found["manifest_bytes"] / MILLION, 16.0)
+
+    def json(self) -> dict[str, Any]:
+        """All of it."""
+        given = asdict(self.options)
+        given.pop("directory")
+        return {
+            "bench": "checkpoint",
+            "options": given,
+            "git": git_commit(),
+            "torch": torch.__version__,
+            "cpus": len(os.sched_getaffinity(0)),
+            **self.found,
+            "bars": self.bars,
+            "passed": all(bar[-1] for bar in self.bars.values()),
+        }
+
+
+def _medians(rounds: list[Round], total_bytes: int) -> tuple[Round, Round]:
+    seconds = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    rates = {name: total_bytes / 1e9 / one for name, one in seconds.items() if name != "call"}
+    return seconds, rates
+
+
+def _ratio(rounds: list[Round], above: str, below: str) -> float:
+    return statistics.median(one[above] / one[below] for one in rounds)
+
+
+def run_all(options: Options) -> dict[str, Any]:
+    """All wanted parts; all files are removed in any case."""
+    parts, report = options.parts, Report(options)
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # runs the cleanup
+    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=options.directory) as text:
+        root = Path(text).resolve()
+        if set(parts) & set(PARTS):
+            report.add_saves(run_ranks(options, "saves", root))
+        if RESHARD in parts:
+            report.add_reshard(run_ranks(options, RESHARD, root))
+        if REPLICATION in parts:
+            place = root / REPLICATION
+            place.mkdir()
+            found = replication(place, options.mb * 2**20, options.repetitions)
+            report.add_replication(found)
+        if SMALL in parts:
+            place = root / SMALL
+            place.mkdir()
+            report.add_small(small_cost(place, options.repetitions))
+        if PLAN in parts:
+            report.add_plan(planning(options.repetitions))
+    return report.json()
 
 
 def arguments_of(options: Options) -> list[str]:
-    given = asdict(options)
-    return [
-        word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))
-    ]
+    """The command line that says the same."""
+    return [word for key, value in asdict(options).items() for word in (f"--{key}", str(value))]
 
 
 def main() -> int:
+    """Measure; 1 if a bar was missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mb", type=int, default=256, help="MiB of state a rank")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--small-repetitions", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", default=".", help="where files go; on a disk, not tmpfs")
+    parser.add_argument("--only", default="", help=f"some of {','.join(ALL_PARTS)}")
     parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--group", default="", help=argparse.SUPPRESS)
     parser.add_argument("--root", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--site", default="", help=argparse.SUPPRESS)
     given = vars(parser.parse_args())
-    rank, root = given.pop("rank"), given.pop("root")
+    rank, group, root, site = (given.pop(name) for name in ("rank", "group", "root", "site"))
     options = Options(**given)
     warnings.filterwarnings("ignore", module="torch")
     if rank is not None:
-        rank_main(options, rank, root)
+        rank_main(options, rank, group, root, Site(**json.loads(site)))
         return 0
-    print(json.dumps(run_all(options), indent=1))
-    return 0
-
-
-def _size(mesh: Mesh) -> int:
-    size = 1
-    for axis in mesh.axes:
-        size *= axis.size
-    return size
+    found = run_all(options)
+    print(json.dumps(found, indent=1))
+    return 0 if found["passed"] else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""What the benchmarks measure: the machine's limits, ours, and torch's own checkpointing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 
@@ -152,6 +153,7 @@ def test_in_a_forked_process_nothing_is_being_copied(copier: Copier) -> None:
     assert began.wait(PATIENCE_S)
     child = os.fork()
     if child == 0:
+        signal.alarm(int(PATIENCE_S))  # a child that waits for ever must not stay
         copier.hold_update()
         copier.wait()
         copier.close()

@@ -177,6 +177,14 @@ def test_an_enter_that_contradicts_the_first_rank_is_refused(changes: dict[str, 
         check_enter(tenure_of(base=State(2, 40)), enter_of(**changes), "h0")
 
 
+def test_a_rank_that_has_entered_may_go_on_with_another_structure_and_nothing_else() -> None:
+    before, other = tenure_of(base=State(2, 40)), make_structure(2, 1 << 17)
+    assert check_enter(before, enter_of(structure=other), "h0", has_entered=True)
+    assert not check_enter(before, enter_of(), "h0", has_entered=True)
+    with pytest.raises(Refusal, match="term is 6"):
+        check_enter(before, enter_of(structure=other, term=6), "h0", has_entered=True)
+
+
 PRESENT = [State(1, 30), State(2, 38), State(2, 39), State(2, 40), State(2, 41)]
 
 

@@ -21,8 +21,9 @@ from keepstep.ckpt.torch_dtypes import torch_dtype
 Job = Callable[[], object]
 
 SMALL_BYTES = 64 * 1024
-"""Copies up to this size are put together."""
-_TOGETHER_BYTES = 8 << 20
+"""Copies from a device up to this size are put together."""
+_ALONE_BYTES = 1 << 20  # below it, tensors on the CPU go together: each job takes the GIL anew
+_TOGETHER_BYTES = 4 << 20
 _PIECE_BYTES = 4 << 20  # so that two threads share the work, and none waits long for the other
 
 
@@ -45,7 +46,7 @@ def copy_jobs(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
     pending_bytes = 0
     for target, source in zip(targets, sources, strict=True):
         is_plain = not (source.is_conj() or source.is_neg())
-        if is_plain and source.nbytes <= SMALL_BYTES:
+        if is_plain and source.nbytes <= _ALONE_BYTES:
             small.append((target, source))
             pending_bytes += source.nbytes
             if pending_bytes >= _TOGETHER_BYTES:
@@ -62,7 +63,15 @@ def copy_jobs(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 
 def _small_job(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Job:
     targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
-    return partial(torch._foreach_copy_, targets, sources)
+    return partial(_copy_together, targets, sources, [_end_of(source) for source in sources])
+
+
+def _copy_together(
+    targets: list[torch.Tensor], sources: list[torch.Tensor], ends: list[int]
+) -> None:
+    for source, end in zip(sources, ends, strict=True):
+        _check_memory(source, end)
+    torch._foreach_copy_(targets, sources)
 
 
 def _moves(target: torch.Tensor, source: torch.Tensor) -> list[Job]:
@@ -73,12 +82,23 @@ def _moves(target: torch.Tensor, source: torch.Tensor) -> list[Job]:
 
 
 def _move(target: torch.Tensor, source: torch.Tensor, start: int, size_bytes: int) -> None:
-    storage = source.untyped_storage()
-    end = source.storage_offset() * source.element_size() + source.nbytes
-    if storage.nbytes() < end:
+    _check_memory(source, source.storage_offset() * source.element_size() + source.nbytes)
+    ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, size_bytes)
+
+
+def _end_of(source: torch.Tensor) -> int:
+    """How many bytes of its storage a tensor needs to be there."""
+    last = sum(
+        (size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True)
+    )
+    return int(source.storage_offset() + last + 1) * source.element_size()
+
+
+def _check_memory(source: torch.Tensor, end: int) -> None:
+    found = source.untyped_storage().nbytes()
+    if found < end:
         raise MemoryTaken(
             f"a tensor of shape {tuple(source.shape)} had its memory cut from {end} to "
-            f"{storage.nbytes()} bytes while it was being captured; resize no storage of "
+            f"{found} bytes while it was being captured; resize no storage of "
             f"registered tensors between the optimizer's steps"
         )
-    ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, size_bytes)

@@ -82,7 +82,7 @@ def _moves(target: torch.Tensor, source: torch.Tensor) -> list[Job]:
 
 
 def _move(target: torch.Tensor, source: torch.Tensor, start: int, size_bytes: int) -> None:
-    _check_memory(source, source.storage_offset() * source.element_size() + source.nbytes)
+    _check_memory(source, _end_of(source))
     ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, size_bytes)
 
 

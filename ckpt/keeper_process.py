@@ -73,8 +73,8 @@ class KeeperProcess:
             directory: where its configuration and its output are kept; made if it is missing.
         """
         self._config = config
-        self._config_path = directory / "keeper.json"
-        self._log_path = directory / "keeper.log"
+        self._config_path = directory.absolute() / "keeper.json"
+        self._log_path = directory.absolute() / "keeper.log"
         self._log_at = 0
         self._child: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
@@ -111,7 +111,8 @@ class KeeperProcess:
 
     def spawn(self) -> None:
         """Start a keeper where none is alive. Returns before it is ready; raises KeeperFailed."""
-        command = [sys.executable, "-m", "keepstep.ckpt.keeper", str(self._config_path)]
+        # -P: a `storage.py` or `types.py` where the user stands is nothing to the keeper.
+        command = [sys.executable, "-P", "-m", "keepstep.ckpt.keeper", str(self._config_path)]
         try:
             self._log_path.parent.mkdir(parents=True, exist_ok=True)
             self._config.write(self._config_path)
@@ -123,7 +124,6 @@ class KeeperProcess:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,  # Ctrl-C, and killing this process's group, spare it
-                    cwd="/",
                 )
         except OSError as error:
             raise KeeperFailed(

@@ -149,6 +149,8 @@ def summary(run_dir: Path, store: str) -> list[str]:
             f"steps: {last['step']} done; loss {float(first['loss']):.4f} -> "
             f"{float(last['loss']):.4f}"
         )
+        captured = sum(line.get("captured", False) for line in steps)
+        lines.append(f"       {captured} of {len(steps)} steps captured into memory")
     evaluated = read_events(run_dir, "evaluated")
     if evaluated:
         lines.append(

@@ -5,11 +5,11 @@ No collectives: what comes of it is a `Told` for all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from keepstep.ckpt.address import find_live
+from keepstep.ckpt.address import Address, find_live
 from keepstep.ckpt.attempt import is_damage
 from keepstep.ckpt.beginning import BeginRefused, Home, Wanted
 from keepstep.ckpt.candidates import Settled
@@ -82,6 +82,8 @@ class Chooser:
         self._home = home
         self._wanted = wanted
         self._survey: Survey | None = None
+        self._silent: Mapping[str, str] = {}
+        self._too_far: list[str] = []
 
     def take_term(self) -> Told:
         """Take a term, if what is there is this run.
@@ -97,9 +99,16 @@ class Chooser:
         """The inventories, promised, of living hosts that are no members."""
         home, promise = self._home, (generation, term)
         found = other_inventories(
-            self._store, members, home.token, home.timeout_s, promise, self._wanted.tell
+            self._store,
+            members,
+            self._wanted.job,
+            home.token,
+            home.timeout_s,
+            promise,
+            self._wanted.tell,
         )
-        return Told(others=tuple(found))
+        self._silent = found.silent
+        return Told(others=found.inventories)
 
     def next(self, inventories: Sequence[Inventory], tried: Sequence[str]) -> Told:
         """The next state to try; when none is left, another run's, or nothing.
@@ -109,11 +118,12 @@ class Chooser:
             tried: what was wrong with those tried before.
 
         Raises:
-            BeginRefused: it is of another run; or the store says nothing of a commit now.
-            NotRestorable: the run has commits, and none could be had.
+            BeginRefused: it is of another run; or the store says nothing of a state now.
+            NotRestorable: the run has states, and none could be had.
         """
         lineage = self._log.read()
         if self._survey is None:
+            self._check_known(lineage, inventories)
             self._survey = Survey(
                 self._store,
                 lineage,
@@ -135,7 +145,7 @@ class Chooser:
         passed_over = tuple(self._survey.passed_over)
         self._survey.passed_over.clear()
         if found is None:
-            return self._anew(lineage, (*tried, *passed_over), passed_over)
+            return self._anew(lineage, inventories, (*tried, *passed_over), passed_over)
         manifest = found.settled.manifest
         reason = self._wanted.refuse(manifest)
         if reason:
@@ -182,12 +192,12 @@ class Chooser:
         last, state = self._wanted.last_step, found.settled.manifest.state
         if last is None or found.is_committed or state.step < last:
             return False
-        self._wanted.tell(
-            "state_passed_over",
+        text = (
             f"{state_words(state)} was never committed, and the run is to end at step {last}: it "
-            "goes on from an older one, to commit what it comes to",
-            step=state.step,
+            "goes on from an older one, to commit what it comes to"
         )
+        self._too_far.append(text)
+        self._wanted.tell("state_passed_over", text, step=state.step)
         return True
 
     def _check_commits(self, lineage: Lineage) -> None:
@@ -207,8 +217,35 @@ class Chooser:
                 raise BeginRefused(reason)
             return
 
-    def _anew(self, lineage: Lineage, tried: Sequence[str], passed_over: tuple[str, ...]) -> Told:
-        """From nothing, or another run's checkpoint: unless this run has commits."""
+    def _check_known(self, lineage: Lineage, inventories: Sequence[Inventory]) -> None:
+        """Refuse hosts with states of generations that the log has not come to.
+
+        Somebody else's log named these generations: another store's, or one that has lost its end.
+        They are not touched: they may be all that is left of that run.
+        """
+        newest = 0 if lineage.generation is None else lineage.generation.number
+        strange: dict[str, State] = {}
+        for one in inventories:
+            for copy in one.copies:
+                if copy.state.generation > newest:
+                    strange[one.host] = max(copy.state, strange.get(one.host, copy.state))
+        if strange:
+            has = "; ".join(f"{host} has {state_words(at)}" for host, at in sorted(strange.items()))
+            raise BeginRefused(
+                f"{has}, but the log in {self._store.url} has only {newest} generations: these "
+                "states belong to a run in another store. Name that store; or, if they are not "
+                "wanted any more, delete them there (`keepstep clean`, and the disk directories), "
+                "or start under another --run-dir"
+            )
+
+    def _anew(
+        self,
+        lineage: Lineage,
+        inventories: Sequence[Inventory],
+        tried: Sequence[str],
+        passed_over: tuple[str, ...],
+    ) -> Told:
+        """From nothing, or another run's checkpoint: unless this run has states."""
         if lineage.live:
             raise NotRestorable(f"no commit in {self._store.url} could be restored", tried)
         if lineage.commits:
@@ -220,7 +257,13 @@ class Chooser:
                     for one in lineage.commits[:5]
                 ],
             )
-        address = self._wanted.init_from
+        self._check_nothing_is_left(lineage, inventories, tried)
+        address, weights_only = self._wanted.init_from, self._wanted.weights_only
+        newest = lineage.generation
+        if address is None and newest is not None and newest.parent is not None:
+            parent = newest.parent  # what this run began from, and has to begin from again
+            address = Address(parent.store, parent.state.step)
+            weights_only = parent.weights_only
         if address is None:
             return Told(passed_over=passed_over)
         theirs = open_store(address.store)
@@ -232,10 +275,47 @@ class Chooser:
         return Told(
             manifest=encode_manifest(manifest),
             places={image.rank: store for image in manifest.images},
-            parent=Parent(
-                address.store, their_lineage.job, commit.state, self._wanted.weights_only
-            ),
+            parent=Parent(address.store, their_lineage.job, commit.state, weights_only),
             passed_over=passed_over,
+        )
+
+    def _check_nothing_is_left(
+        self, lineage: Lineage, inventories: Sequence[Inventory], tried: Sequence[str]
+    ) -> None:
+        """Refuse to begin a run again from nothing while it may have states somewhere.
+
+        That would void them for good, and nobody would have decided it. If all hosts of the run
+        answer, what they have not is lost; then, or if only a few say nothing and nobody knows of
+        any state, it begins again, and that is told.
+        """
+        newest, survey = lineage.generation, self._survey
+        if newest is None:
+            return
+        missing = [] if survey is None else survey.incomplete
+        said = [*tried, *self._too_far, *missing]
+        how = "to begin again from nothing, start under another --run-dir and --store"
+        if tried or self._too_far:
+            raise NotRestorable(
+                f"the run in {self._store.url} has states but no commit, and none of them could be "
+                f"gone on from; nothing was changed: {how}",
+                said,
+            )
+        hosts = set(newest.hosts)
+        there = hosts.intersection(one.host for one in inventories)
+        is_known = newest.base is not None or bool(missing)
+        if self._silent and (is_known or 2 * len(there) <= len(hosts)):
+            silent = [f"{host} does not answer: {why}" for host, why in self._silent.items()]
+            raise NotRestorable(
+                f"the run in {self._store.url} has no commit, and all its states may be on hosts "
+                "that do not answer: start again when their keepers can be reached (any run there "
+                f"under this --run-dir starts one); {how}",
+                [*silent, *said],
+            )
+        self._wanted.tell(
+            "begun_again",
+            f"generation {newest.number} left no commit, and no state that can be had; so the run "
+            f"begins again: {'; '.join(missing) or 'no image of it is left'}",
+            generation=newest.number,
         )
 
     def _check_parent(self, lineage: Lineage) -> None:

@@ -122,11 +122,13 @@ class Copies:
         return bool(self._origins) and self._origins[0].is_in_place
 
     def view(self) -> memoryview | None:
-        """The nearest copy where it lies, all of it, not checked. None, and noted: it is wrong."""
+        """The nearest copy where it lies: its header checked, its data not. None, and noted: it
+        is wrong."""
         origin = self._origins[0]
         try:
             view = origin.view(self.key)
             self._check_size(len(view))
+            self._check_header(view[: self._record.header_bytes])
         except (FormatError, StoreError) as error:
             self._note(origin, error)
             return None
@@ -247,10 +249,13 @@ class Copies:
     def _header_in(self, origin: Origin) -> bytes:
         self._check_size(origin.store.stat(self.key).size_bytes)
         data = origin.store.get_range(self.key, 0, self._record.header_bytes)
+        self._check_header(data)
+        return data
+
+    def _check_header(self, data: bytes | memoryview) -> None:
         digest = digest128(data)
         if digest != self._record.digest:
             raise Corrupt(self.key, "header", f"digest {self._record.digest}", digest, offset=0)
-        return data
 
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes != self._record.size_bytes:

@@ -6,15 +6,17 @@ the store's hints, are asked over the network: their memory may be all that is l
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
 from keepstep.ckpt.attempt import attempt
 from keepstep.ckpt.candidates import Candidate, Settled, candidates, settle
-from keepstep.ckpt.document import decode
 from keepstep.ckpt.errors import CheckpointError, FormatError, NotRestorable
 from keepstep.ckpt.host_hints import HostHint, read_hints
 from keepstep.ckpt.inventory import Inventory
@@ -25,11 +27,10 @@ from keepstep.ckpt.lineage import Lineage, state_words
 from keepstep.ckpt.manifest import Description, ImageRecord, State, decode_description
 from keepstep.ckpt.plane_client import PlaneClient
 from keepstep.ckpt.reader import open_checkpoint
-from keepstep.storage.errors import StoreError
+from keepstep.ckpt.store_tier import read_done
 from keepstep.storage.store import Store
 from keepstep.storage.token import Token
 
-RECORD_BYTES_MAX = 1 << 12
 _ASKED_AT_ONCE = 16
 
 
@@ -46,8 +47,21 @@ class Found:
     is_committed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Hosts that are no members (any more), by the store's hints.
+
+    Attributes:
+        inventories: of those that answered.
+        silent: host -> why it said nothing.
+    """
+
+    inventories: tuple[Inventory, ...] = ()
+    silent: Mapping[str, str] = field(default_factory=dict)
+
+
 class Unsure(CheckpointError):
-    """The store could not be asked about a commit. That is no proof of damage."""
+    """The store could not be asked just now. That is no proof of damage, nor of absence."""
 
 
 class Survey:
@@ -86,10 +100,13 @@ class Survey:
         self._tell = tell
         self._addresses = {one.host: one.address for one in inventories}
         stored = stored_images(store, lineage, inventories, tell)
-        found = candidates(lineage, inventories, stored)
+        self._trouble = stored.trouble
+        found = candidates(lineage, inventories, stored.records)
         self._left = [one for one in found if step in (None, one.state.step)]
         self.passed_over: list[str] = []
         """Commits that could not be had, newest first, with what was wrong."""
+        self.incomplete: list[str] = []
+        """States without a commit that are not all there, newest first, with what is missing."""
 
     @property
     def is_empty(self) -> bool:
@@ -99,7 +116,7 @@ class Survey:
     def next(self) -> Found | None:
         """The newest state that is whole, of those not tried yet; None if there is none.
 
-        Raises Unsure if that is a commit whose manifest cannot be asked for just now.
+        Raises Unsure if that may be one of which the store cannot be asked just now.
         """
         while self._left:
             candidate = self._left.pop(0)
@@ -123,7 +140,10 @@ class Survey:
             text = "; ".join(problems)
             if candidate.commit is not None:
                 self.passed_over.append(text)
+            elif self._trouble:
+                raise Unsure(f"{text}; and the store may have the rest: {self._trouble}")
             else:
+                self.incomplete.append(text)
                 self._tell("snapshot_incomplete", text, step=candidate.state.step)
         return None
 
@@ -167,86 +187,128 @@ class Survey:
             client.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Images that are in the store whole, of states that have no commit (yet).
+
+    Attributes:
+        records: by state.
+        trouble: why there may be more; "": the store was asked.
+    """
+
+    records: Mapping[State, list[ImageRecord]]
+    trouble: str = ""
+
+
 def stored_images(
     store: Store,
     lineage: Lineage,
     inventories: Iterable[Inventory],
     tell: Callable[..., None],
-) -> dict[State, list[ImageRecord]]:
-    """Images that are in the store whole, of states that have no commit (yet).
+    sleep: Callable[[float], None] = time.sleep,
+) -> Stored:
+    """What done records say of states that the inventories know, and the log does not.
 
-    Looked for only where a keeper can describe the state: nobody else knows what it is. A store
-    that does not answer has none: what memory has may do without.
+    Looked for only where a keeper can describe the state: nobody else knows what it is. What memory
+    has may do without a store that does not answer; a state that is not whole then may be.
     """
     live = {commit.state for commit in lineage.live}
     states = {copy.state for one in inventories for copy in one.copies} - live
     generations = {state.generation for state in states if not lineage.admits(state)}
     found: dict[State, list[ImageRecord]] = {}
-    try:
-        for generation in sorted(generations):
-            for info in store.list(f"{STATES_PREFIX}g{generation:06}/"):
-                key = parse_key(info.key)
-                if isinstance(key, DoneKey) and key.state in states:
-                    data = store.get(info.key, RECORD_BYTES_MAX)
-                    record = decode(data, ImageRecord, bytes_max=RECORD_BYTES_MAX, file=info.key)
-                    if record.rank == key.rank:
-                        found.setdefault(key.state, []).append(record)
-    except (FormatError, StoreError) as error:
-        tell("store_silent", f"which images are in the store without a commit: {error}")
-    return found
+    for generation in sorted(generations):
+        prefix = f"{STATES_PREFIX}g{generation:06}/"
+        listed = attempt(partial(_done_keys, store, prefix), sleep)
+        trouble = listed.damage or listed.trouble
+        for key in listed.found or ():
+            if key.state not in states:
+                continue
+            read = attempt(partial(read_done, store, key.state, key.rank), sleep)
+            if read.found is not None:
+                found.setdefault(key.state, []).append(read.found)
+            elif read.damage:
+                tell("done_record_refused", read.damage, step=key.state.step, rank=key.rank)
+            trouble = trouble or read.trouble
+        if trouble:
+            tell("store_silent", f"which images are in the store without a commit: {trouble}")
+            return Stored(found, trouble)
+    return Stored(found)
+
+
+def _done_keys(store: Store, prefix: str) -> list[DoneKey]:
+    keys = (parse_key(info.key) for info in store.list(prefix))
+    return [key for key in keys if isinstance(key, DoneKey)]
 
 
 def other_inventories(
     store: Store,
     members: Iterable[str],
+    job: str,
     token: Token | None,
     timeout_s: float,
     promise: tuple[int, int] | None,
     tell: Callable[..., None],
-) -> list[Inventory]:
+    sleep: Callable[[float], None] = time.sleep,
+) -> Others:
     """What hosts have that are no members (any more), as far as their keepers answer.
 
     Args:
+        job: theirs too: where a hint leads, another job's keeper may listen by now.
         promise: (generation, term) that they are to promise to; None: only asked.
 
     Raises:
         Stale: one of them has promised to somebody newer.
+        Unsure: the store does not say now where they are, and a promise is wanted: to go on without
+            them may void what they alone have.
     """
-    if token is None:
-        return []
-    try:
-        hints = read_hints(store)
-    except StoreError as error:
-        tell("store_silent", f"where other hosts' keepers listen: {error}")
-        return []
+    read = attempt(lambda: read_hints(store), sleep)
+    if read.found is None:
+        said = f"where other hosts' keepers listen: {read.damage or read.trouble}"
+        if promise is not None:
+            raise Unsure(f"{store.url} does not say {said}")
+        tell("store_silent", said)
+        return Others()
     known = set(members)
-    others = [hint for host, hint in sorted(hints.items()) if host not in known]
+    others = [hint for host, hint in sorted(read.found.items()) if host not in known]
+    if token is None:
+        return Others(silent={hint.host: "there is no token to ask it with" for hint in others})
 
     def ask(hint: HostHint) -> Inventory | str | Stale:
-        client = PlaneClient(hint.address, token, timeout_s)
         try:
-            found = client.inventory() if promise is None else client.take_inventory(*promise)
+            with contextlib.closing(PlaneClient(hint.address, token, timeout_s)) as client:
+                return _inventory_of(client, hint, job, promise)
         except Stale as error:
             return error
         except KeeperError as error:
             return str(error)
-        finally:
-            client.close()
-        if found.host != hint.host:
-            return f"the keeper at {hint.address} is that of {found.host}, not of {hint.host}"
-        return found
 
-    found = []
+    found: list[Inventory] = []
+    silent: dict[str, str] = {}
     if others:
         with ThreadPoolExecutor(min(_ASKED_AT_ONCE, len(others))) as pool:
             for hint, answer in zip(others, pool.map(ask, others), strict=True):
                 if isinstance(answer, Stale):
                     raise answer
                 if isinstance(answer, str):
+                    silent[hint.host] = answer
                     tell("host_silent", f"{hint.host}: {answer}", of_host=hint.host)
                 else:
                     found.append(answer)
-    return found
+    return Others(tuple(found), silent)
+
+
+def _inventory_of(
+    client: PlaneClient, hint: HostHint, job: str, promise: tuple[int, int] | None
+) -> Inventory | str:
+    """The inventory; or why nobody else's may be taken: a promise would end another run."""
+    status = client.status()
+    there = (status.get("job"), status.get("host"))
+    if there != (job, hint.host):
+        return (
+            f"the keeper at {hint.address} is that of host {there[1]} of job {there[0]}, "
+            f"not of {hint.host} of {job}"
+        )
+    return client.inventory() if promise is None else client.take_inventory(*promise)
 
 
 def racks_of(inventories: Iterable[Inventory]) -> Mapping[str, str]:

@@ -51,7 +51,8 @@ def find_sources(
     token = _token(store)
     if token is None:
         notes.append(f"keepers were not asked: {TOKEN_VARIABLE} is not set")
-    inventories = other_inventories(store, (), token, _TIMEOUT_S, None, tell)
+    job = lineage.job or ""
+    inventories = other_inventories(store, (), job, token, _TIMEOUT_S, None, tell).inventories
     survey = Survey(
         store,
         lineage,

@@ -161,6 +161,19 @@ def test_what_is_wrong_in_place_for_one_rank_is_staged_for_all_of_its_host(
     assert sum(length for _, offset, length in far if offset > 0) == 1 << 20
 
 
+def test_a_header_that_is_wrong_in_place_does_not_cost_the_state(tmp_path: Path) -> None:
+    """Another copy has it right."""
+    saved(tmp_path / "store", 9)
+    saved(tmp_path / "near", 9)
+    (tmp_path / "shm").mkdir()
+    damage(tmp_path / "near", State(1, 9), 0, place=3_000)
+    roots = (str(tmp_path / "store"), str(tmp_path / "shm"), (2, 2), str(tmp_path / "near"))
+    found = run_ranks(4, share, *roots)
+    assert [shows for shows, *_ in found] == [9] * 4
+    told = {(one["tier"], one["image"], one["offset"]) for *_, each in found for one in each}
+    assert told == {("disk", 0, 0)}
+
+
 # Beginning from a store.
 
 

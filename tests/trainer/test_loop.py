@@ -337,7 +337,7 @@ def test_a_changed_run_is_refused_by_name_and_the_log_is_not_touched(
     assert "is of another run" in text
     assert words in text
     assert entries(finished) == before
-    assert read_events(finished)[-1]["event"] == "refused"
+    assert told(finished)[-1]["event"] == "refused"
 
 
 def test_other_data_is_refused_by_digest(finished: Path, tmp_path: Path) -> None:

@@ -40,27 +40,38 @@ def enter_rank(
         SlotsTaken: an older process lives, and there is no memory beside it.
         PoolTooLarge: memory does not suffice for two images of each rank.
     """
-    config = memory.config
-    check_sound(enter.structure, config.job, f"the structure of rank {enter.rank}")
+    check_sound(enter.structure, memory.config.job, f"the structure of rank {enter.rank}")
     memory.structures.header(enter.structure, enter.rank)  # takes its time, so before the lock
     memory.bury()
+    who = f"rank {enter.rank} (pid {writer.pid})"
+    with memory.entering:
+        tenure = _joined(memory, enter, writer, who)
+        if tenure is not None:
+            # Not under the memory's lock: services report to it under locks of their own.
+            on_tenure(tenure)
+        with memory.lock:
+            check_fence(memory.promise, enter.generation, enter.term, who)
+            seat = _seat(memory, enter, writer)
+            slots = _slots(memory, enter, writer) if enter.header else ()
+            if not memory.is_complete and _all_are_in(memory, enter):
+                provide_for_peers(memory)
+                memory.complete()
+            return Entered(pool=str(memory.place.pool), seat=seat.index, slots=slots)
+
+
+def _joined(memory: KeeperMemory, enter: Enter, writer: Writer, who: str) -> Tenure | None:
+    """The tenure that begins with this rank; None if it joins the present one."""
     with memory.lock:
-        who = f"rank {enter.rank} (pid {writer.pid})"
         check_fence(memory.promise, enter.generation, enter.term, who)
         sitting = memory.seat(enter.rank)
         has_entered = sitting is not None and sitting.writer == writer
-        is_first = check_enter(memory.tenure, enter, config.host, has_entered=has_entered)
-        _check_header(memory.structures, config.job, enter)
-        if is_first:
-            tenure = _tenure(memory, enter)
-            memory.begin(tenure)
-            on_tenure(tenure)
-        seat = _seat(memory, enter, writer)
-        slots = _slots(memory, enter, writer) if enter.header else ()
-        if not memory.is_complete and _all_are_in(memory, enter):
-            provide_for_peers(memory)
-            memory.complete()
-        return Entered(pool=str(memory.place.pool), seat=seat.index, slots=slots)
+        is_first = check_enter(memory.tenure, enter, memory.config.host, has_entered=has_entered)
+        _check_header(memory.structures, memory.config.job, enter)
+        if not is_first:
+            return None
+        tenure = _tenure(memory, enter)
+        memory.begin(tenure)
+        return tenure
 
 
 def senders(tenure: Tenure) -> tuple[int, ...]:

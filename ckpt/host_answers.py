@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from keepstep.ckpt.disk_tier import DiskTier
-from keepstep.ckpt.errors import FormatError, NoSuchState
+from keepstep.ckpt.errors import CheckpointError, FormatError, NoSuchState
 from keepstep.ckpt.inventory import Copy, Inventory
 from keepstep.ckpt.keeper_errors import Refusal
 from keepstep.ckpt.keeper_memory import KeeperMemory
@@ -17,6 +19,9 @@ from keepstep.storage.errors import NotFound, StoreError
 
 ADOPTED_S = 600.0
 """How long an answer may wait for the images of an earlier keeper to be verified."""
+
+DISK_PATIENCES = 3
+"""For so many patiences may the disk be silent before an inventory goes without it."""
 
 
 class HostAnswers:
@@ -44,6 +49,7 @@ class HostAnswers:
         self._on_promise = on_promise
         self._services = services
         self._told: set[str] = set()
+        self._is_free = threading.Semaphore()
 
     def inventory(self) -> Inventory:
         """See `Answers.inventory`."""
@@ -144,14 +150,37 @@ class HostAnswers:
     def _disk_copies(self) -> list[Copy]:
         if self._disk is None:
             return []
+        wait_s = DISK_PATIENCES * self._memory.config.patience_s
         try:
-            copies, wrong = self._disk().copies()
+            copies, wrong = self._look(self._disk, wait_s)
+        except TimeoutError:
+            self._tell_disk(
+                f"the disk does not answer within {wait_s:g} s; inventories go without its copies"
+            )
+            return []
         except StoreError as error:
             self._tell_disk(str(error))
             return []
         for sentence in wrong:
             self._tell_disk(sentence)
         return copies
+
+    def _look(self, disk: Callable[[], DiskTier], wait_s: float) -> tuple[list[Copy], list[str]]:
+        """`DiskTier.copies`, by a thread that may hang; one at a time. Raises TimeoutError."""
+        if not self._is_free.acquire(timeout=wait_s):
+            raise TimeoutError
+        look: Future[tuple[list[Copy], list[str]]] = Future()
+
+        def work() -> None:
+            try:
+                look.set_result(disk().copies())
+            except (CheckpointError, StoreError, OSError) as error:
+                look.set_exception(error)
+            finally:
+                self._is_free.release()
+
+        threading.Thread(target=work, name="keepstep-disk-look", daemon=True).start()
+        return look.result(wait_s)
 
     def _tell_disk(self, sentence: str) -> None:
         """Tell what is wrong with the disk, once."""

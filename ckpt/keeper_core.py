@@ -211,15 +211,16 @@ def rows_to_seal(rows: Sequence[Row], promise: Promise) -> list[Row]:
 def rows_to_free(rows: Sequence[Row], promise: Promise, living: Collection[Writer]) -> list[Row]:
     """Unfinished images that nobody is going to finish, since their writer is gone.
 
-    FILLING (a peer's image: by an earlier keeper), or CAPTURED below the promise. `living` has this
-    keeper, too. Who writes a FILLING slot says its owner; its fields may be an earlier image's.
+    FILLING, or CAPTURED below the promise; a peer's image, which is its keeper's to seal: either.
+    `living` has this keeper, too. Who writes a FILLING slot says its owner; its fields may be an
+    earlier image's.
     """
     found = []
     for row in rows:
         is_old = row.state.generation < promise.generation
         if row.status is SlotStatus.FILLING:
             writer = row.writer if row.owner is None else row.owner
-        elif row.status is SlotStatus.CAPTURED and is_old:
+        elif row.status is SlotStatus.CAPTURED and (is_old or not row.is_own):
             writer = row.writer
         else:
             continue

@@ -34,7 +34,7 @@ from keepstep.ckpt.manifest import State
 from keepstep.ckpt.pidfd import has_exited, watch_process
 from keepstep.ckpt.pool import Pool, Slot
 from keepstep.ckpt.pool_errors import PoolDamaged
-from keepstep.ckpt.pool_table import Owner, Seat, SlotStatus, Writer
+from keepstep.ckpt.pool_table import Owner, Seat, SlotFacts, SlotStatus, Writer
 from keepstep.ckpt.process import this_process
 from keepstep.ckpt.shelf import Shelf, Shelved
 from keepstep.ckpt.structures import Structures
@@ -53,6 +53,8 @@ class KeeperMemory:
 
     Attributes:
         lock: of all below; may be taken twice.
+        entering: held by a rank that enters, before `lock`: one at a time, and none gets slots
+            before the services know of its tenure.
         promise: below which everything is refused.
         tenure: what ranks entered last; None before.
         is_complete: all ranks of the tenure have entered, and there is memory for peers' images.
@@ -81,6 +83,7 @@ class KeeperMemory:
         self.tell = tell
         self.me = this_process()
         self.lock = threading.RLock()
+        self.entering = threading.Lock()
         self.address = ""
         self.promise = Promise(record.generation, record.term)
         self.tenure: Tenure | None = None
@@ -311,8 +314,8 @@ class KeeperMemory:
     def shelve(self, shelved: Shelved, turn: int, *, is_new: bool) -> bool:
         """Put an image on the shelf whose slot has not changed since it had `turn`.
 
-        `is_new`: it is CAPTURED, and becomes SEALED. False, and nothing done, if it has changed,
-        or a newer generation was promised meanwhile.
+        `is_new`: it is CAPTURED, and becomes SEALED, an own one with its header. False, and
+        nothing done, if it has changed, or a newer generation was promised meanwhile.
         """
         with self.lock:
             slot = self.pool.slots[shelved.slot]
@@ -323,6 +326,9 @@ class KeeperMemory:
             if is_new:
                 if shelved.state.generation < self.promise.generation:
                     return False
+                if shelved.is_own:  # not before: the slot might be somebody else's by then
+                    encoded = shelved.header.encoded
+                    shelved.view[: len(encoded)] = encoded
                 slot.values_sum = xxhash.xxh3_64_intdigest(slot.values)
                 slot.sealed()
             if shelved.is_own:
@@ -341,6 +347,13 @@ class KeeperMemory:
                 if image.slot == slot.index:
                     self.shelf.remove(image.state, image.rank)
             slot.free()
+
+    def refuse(self, slot: Slot, facts: SlotFacts) -> None:
+        """Free a slot whose captured image cannot be sealed, unless it has changed since."""
+        with self.lock:
+            if slot.status is SlotStatus.CAPTURED and slot.is_still(facts):
+                self.lost(facts.rank, facts.state, facts.due)
+                self.free(slot)
 
     # Reporter
 

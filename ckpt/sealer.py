@@ -111,8 +111,7 @@ def seal_slot(memory: KeeperMemory, slot: Slot, turn: int) -> Shelved | None:
             generation=facts.state.generation,
             step=facts.state.step,
         )
-        memory.lost(facts.rank, facts.state, facts.due)
-        memory.free(slot)
+        memory.refuse(slot, facts)
         return None
     return shelved if memory.shelve(shelved, facts.turn, is_new=True) else None
 
@@ -134,7 +133,6 @@ def _sealed(memory: KeeperMemory, slot: Slot, facts: SlotFacts) -> Shelved:
     view = slot.image[: facts.size_bytes]
     digests = chunk_digests(view[header.header_bytes :])
     encoded = seal(header, digests)
-    view[: header.header_bytes] = encoded
     return Shelved(
         state=facts.state,
         rank=facts.rank,

@@ -36,7 +36,7 @@ class HttpServer:
         self._ended: asyncio.Event | None = None
 
     def start(self) -> int:
-        """Listen; returns the port. Raises OSError if that cannot be."""
+        """Listen; returns the port. Raises OSError, or ValueError for what is no address."""
         listening: Future[int] = Future()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve(listening)), name=self._name, daemon=True
@@ -68,8 +68,10 @@ class HttpServer:
             await runner.setup()
             site = web.TCPSite(runner, self._bind, self._port, reuse_address=True)
             await site.start()
-        except OSError as error:
+        except (OSError, OverflowError, ValueError) as error:
             await runner.cleanup()
+            if isinstance(error, OverflowError):
+                error = ValueError(f"port {self._port}: {error}")
             listening.set_exception(error)
             return
         listening.set_result(runner.addresses[0][1])

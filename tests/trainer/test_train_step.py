@@ -158,7 +158,7 @@ def test_weights_loaded_after_an_evaluation_are_those_that_the_next_one_uses(nam
 def _extra_rank(rank: int, world: int, case: Case) -> dict[str, float]:
     trainable = _make(case)
     mine = {"least": ("min", float(rank)), "stop": ("max", float(rank == 1)), "n": ("sum", 1.0)}
-    return trainable.step(slice_of(case, trainable, 0), LR, mine).extra  # type: ignore[arg-type]
+    return trainable.step(slice_of(case, trainable, 0), LR, lambda: mine).extra
 
 
 @pytest.mark.ranks

@@ -24,7 +24,7 @@ from keepstep.ckpt.disk_tier import DiskTier
 from keepstep.ckpt.entering import enter_rank
 from keepstep.ckpt.errors import CheckpointError
 from keepstep.ckpt.host_answers import HostAnswers, wait_adopted
-from keepstep.ckpt.hostdir import HostDir, HostLock, make_host_dir
+from keepstep.ckpt.hostdir import HostDir, make_host_dir
 from keepstep.ckpt.inventory import Inventory
 from keepstep.ckpt.keeper_config import KeeperConfig, read_config
 from keepstep.ckpt.keeper_control import ControlServer
@@ -243,11 +243,12 @@ def _wake_pipe() -> tuple[int, int]:
     return wake, woken
 
 
-def _hold(place: HostDir, config: KeeperConfig) -> tuple[HostDir, HostLock]:
+def _hold(place: HostDir, config: KeeperConfig) -> HostDir:
     """Become the keeper of the directory, which an ending keeper may be removing."""
     while True:
         try:
-            return place, place.hold()
+            place.hold()
+            return place
         except FileNotFoundError:
             place = make_host_dir(Path(config.shm_dir), config.job, config.host)
 
@@ -266,18 +267,23 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"keeper: {error}\n")
         return 2
     try:
-        place, lock = _hold(place, config)
+        place = _hold(place, config)
     except KeeperRunning as error:
         sys.stderr.write(f"keeper: {error}\n")
         return 3
     setproctitle.setproctitle(f"keepstep: keeper host {config.host} run {config.job}")
-    with lock:
-        Keeper(config, place, events).run()
+    # The lock ends with this process: until then its threads may write to the memory.
+    Keeper(config, place, events).run()
     return 0
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # not held up by a thread that hangs in a store
+    code = 1
+    try:
+        code = main(sys.argv[1:])
+    finally:
+        if sys.exc_info()[0] is not None:
+            sys.excepthook(*sys.exc_info())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # not held up by a thread that hangs in a store, nor after a defect

@@ -34,6 +34,7 @@ HOST_CHARS_MAX = 40
 LOCK_NAME = "lock"
 
 _NAMELESS_S = 1.0
+_MAKES_MAX = 100
 
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -205,11 +206,11 @@ def make_host_dir(shm_dir: Path, job: str, host: str) -> HostDir:
     """
     place = HostDir(host_dir_path(shm_dir, job, host))
     shm_dir.parent.mkdir(parents=True, exist_ok=True)
-    _make(shm_dir, None)
-    with _opened(shm_dir, None) as above:
-        _make(place.path, above)
-        with _opened(place.path, above):
-            return place
+    for _ in range(_MAKES_MAX):
+        # Gone again: a keeper that ends removes what is empty.
+        with contextlib.suppress(FileNotFoundError):
+            return _made(place)
+    return _made(place)
 
 
 def find_host_dir(shm_dir: Path, job: str, host: str) -> HostDir | None:
@@ -240,6 +241,14 @@ def host_dir_path(shm_dir: Path | str, job: str, host: str) -> Path:
             f"{SOCKET_PATH_BYTES_MAX}; use a shorter shm_dir or job name"
         )
     return path
+
+
+def _made(place: HostDir) -> HostDir:
+    _make(place.path.parent, None)
+    with _opened(place.path.parent, None) as above:
+        _make(place.path, above)
+        with _opened(place.path, above):
+            return place
 
 
 def _make(path: Path, above: int | None) -> None:

@@ -248,9 +248,10 @@ def _hold(place: HostDir, config: KeeperConfig) -> HostDir:
     while True:
         try:
             place.hold()
-            return place
         except FileNotFoundError:
             place = make_host_dir(Path(config.shm_dir), config.job, config.host)
+        else:
+            return place
 
 
 def main(arguments: list[str]) -> int:

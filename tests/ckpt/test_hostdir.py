@@ -298,3 +298,23 @@ def test_runs_have_directories_beside_the_shared_one_which_are_found_again(tmp_p
     for place in (shared, *places, tmp_path / "shmothers"):
         place.mkdir()
     assert shm_dirs_of_runs(shared) == [shared, *places]
+
+
+def test_a_host_begins_while_the_last_one_of_its_directory_ends(shm: Path) -> None:
+    is_over = threading.Event()
+
+    def come_and_go() -> None:
+        while not is_over.is_set():
+            make_host_dir(shm, "job", "h0").remove()
+
+    other = threading.Thread(target=come_and_go)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        other.start()
+        for _ in range(300):
+            make_host_dir(shm, "job", "h1").remove()
+    finally:
+        is_over.set()
+        other.join()
+        sys.setswitchinterval(interval_s)

@@ -21,6 +21,7 @@ from keepstep.ckpt.agree import (
     agree,
     all_gather_bytes,
     broadcast_bytes,
+    gather_structure,
     rank_in,
 )
 from keepstep.ckpt.beginning import BeginRefused, Begun, Home, Wanted
@@ -120,6 +121,8 @@ class _Beginning:
         self._chooser = chooser
         self._home = home
         self._wanted = wanted
+        self._header = wanted.header
+        self._image_bytes_max = wanted.image_bytes_max
         self._rank = rank_in(group)
         self._passed_over: list[str] = []
         self._inventories: tuple[Inventory, ...] = ()
@@ -239,6 +242,7 @@ class _Beginning:
                 return told, self._stage_parent(told, generation, crew)
             if told.state is None:
                 return told, None
+            self._make_absent(told)
             here = Distance(self._home.host, racks_of(self._inventories))
             sources = Sources(
                 here,
@@ -261,6 +265,21 @@ class _Beginning:
             self._passed_over.append(
                 f"{doing} failed, and nothing was changed on any rank: {words(outcome.lost)}"
             )
+
+    def _make_absent(self, told: Told) -> None:
+        """Have optimizers make the state that the told one has, and nobody registered yet."""
+        tensors = decode_manifest(told.manifest, "the manifest that rank 0 told").tensors
+        replan = self._wanted.replan
+        if replan is None or set(tensors) <= set(self._structure.tensors):
+            return
+        problem = None
+        try:
+            self._registry.create_absent(tensors)
+        except CheckpointError as error:
+            problem = str(error)
+        _agree(self._group, "making the optimizers' state", problem)
+        self._structure = gather_structure(self._group, self._registry)
+        self._header, self._image_bytes_max = replan(self._structure)
 
     def _load(
         self,
@@ -344,8 +363,8 @@ class _Beginning:
                 committer=0,
                 base=base.state,
                 structure=self._structure,
-                header=self._wanted.header,
-                image_bytes_max=self._wanted.image_bytes_max,
+                header=self._header,
+                image_bytes_max=self._image_bytes_max,
             )
             try:
                 entered = keeper.enter(request)

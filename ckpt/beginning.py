@@ -15,6 +15,7 @@ from keepstep.ckpt.inventory import HostAddress
 from keepstep.ckpt.keeper_client import KeeperClient
 from keepstep.ckpt.load import Staged
 from keepstep.ckpt.manifest import Manifest, State
+from keepstep.ckpt.structure import Structure
 from keepstep.storage.token import Token
 
 
@@ -66,6 +67,9 @@ class Wanted:
             committed. The step before it is, and the last step is done again.
         refuse: why a state's manifest is not of this run; "" if it is. Asked on rank 0.
         apply: applies what was staged; for who has something to put back afterwards.
+        replan: `header` and `image_bytes_max` for a larger structure: where optimizers make their
+            state lazily, what a state has of it is made before that is restored. None: a state with
+            tensors that nobody registered is refused.
         threads: that read and verify: this rank's share of the host's cores.
         tell: `tell(kind, reason, **details)`: an event of this rank.
     """
@@ -80,6 +84,7 @@ class Wanted:
     last_step: int | None = None
     refuse: Callable[[Manifest], str] = lambda manifest: ""
     apply: Callable[[Staged], None] = _apply
+    replan: Callable[[Structure], tuple[bytes, int]] | None = None
     threads: int = 1
     tell: Callable[..., None] = lambda kind, reason, **details: None
 

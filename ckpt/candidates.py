@@ -175,11 +175,21 @@ def place_order(place: Place) -> tuple[int, str]:
 
 
 def _record(copies: Sequence[Sighting]) -> ImageRecord:
-    """The record that most copies of one rank's image agree on; of equals the smallest digest."""
+    """The record that most copies of one rank's image agree on.
+
+    Of equals a disk's comes last: it is made from a header that nobody has compared yet, the others
+    from what was sealed. Then the smallest digest.
+    """
     counts: dict[ImageRecord, int] = {}
+    sealed = set()
     for copy in copies:
         counts[copy.record] = counts.get(copy.record, 0) + 1
-    return min(counts, key=lambda record: (-counts[record], record.digest, record.size_bytes))
+        if copy.place.tier is not Tier.DISK:
+            sealed.add(copy.record)
+    return min(
+        counts,
+        key=lambda one: (-counts[one], one not in sealed, one.digest, one.size_bytes),
+    )
 
 
 def _check_whole(manifest: Manifest, name: str) -> None:

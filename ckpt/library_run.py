@@ -98,11 +98,11 @@ class LibraryRun:
         self._events = events
         self._tiers = host.config.tiers
         self.snapshots = Snapshots(registry, structure, host.config.job)
+        self._digest = structure.digest
         self.begun: Begun = self._begin(structure, store, log)
         base = self.begun.base
         base_step = STEP_NONE if base is None else base.step
         self.captured = base_step
-        self._digest = structure.digest
         self._pending_due = STEP_NONE
         self._exchange = LevelExchange(group, base_step)
         self._disk_s = self._store_s = time.monotonic()
@@ -194,6 +194,7 @@ class LibraryRun:
             by=f"library {socket.gethostname()} pid {os.getpid()}",
             header=self.snapshots.header,
             image_bytes_max=self.snapshots.size_bytes,
+            replan=self._replan,
             threads=min(_THREADS_MAX, self._host.cores_per_rank()),
             tell=self._events.append,
         )
@@ -208,6 +209,12 @@ class LibraryRun:
                 timeout_s=config.patience_s,
             )
             return begin(self._group, self._registry, structure, store, log, home, wanted)
+
+    def _replan(self, structure: Structure) -> tuple[bytes, int]:
+        """Plan for the state that is to be restored: the header, and its image's size."""
+        self.snapshots = Snapshots(self._registry, structure, self._host.config.job)
+        self._digest = structure.digest
+        return self.snapshots.header, self.snapshots.size_bytes
 
     def _enter(self, structure: Structure) -> Enter:
         begun, rank = self.begun, self._host.rank

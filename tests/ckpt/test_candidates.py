@@ -230,6 +230,25 @@ def test_a_copy_with_another_digest_is_left_out_and_told() -> None:
     assert "00" * 16 in said
 
 
+@pytest.mark.parametrize("digest", ["00" * 16, "ff" * 16])
+def test_a_header_that_went_wrong_on_a_disk_does_not_outdo_memory(digest: str) -> None:
+    manifest = manifest_at(State(1, 7))
+    good = copy_of(manifest, 0)
+    odd = Copy(
+        manifest.state,
+        ImageRecord(0, good.record.size_bytes, good.record.header_bytes, digest),
+        Tier.DISK,
+        manifest.plan_digest,
+    )
+    found = only(
+        candidates(
+            lineage_of(generation(1)),
+            [inventory("a", odd, good), inventory("b", copy_of(manifest, 1))],
+        )
+    )
+    assert settle(found, description_of(manifest)).places[0] == (Place(Tier.MEMORY, "a"),)
+
+
 def test_two_structures_of_one_state_are_never_mixed() -> None:
     manifest = manifest_at(State(1, 7))
     first, second = copy_of(manifest, 0), copy_of(manifest, 1)

@@ -291,6 +291,7 @@ class _Beginning:
         explain: Callable[[StructureMismatch], str],
     ) -> Outcome:
         manifest = decode_manifest(told.manifest, "the manifest that rank 0 told")
+        sources.see(manifest)
         places = {
             image: tuple(Place(tier, host) for tier, host in where)
             for image, where in told.places.items()

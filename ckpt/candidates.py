@@ -10,13 +10,21 @@ image, and later chunk by chunk: any mix of tiers and hosts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from keepstep.ckpt.encoding import EncodedImage
 from keepstep.ckpt.errors import FormatError, NotRestorable
 from keepstep.ckpt.inventory import Inventory
 from keepstep.ckpt.lineage import Committed, Lineage, resume_points, state_words
-from keepstep.ckpt.manifest import Description, ImageRecord, Manifest, State, check_manifest
+from keepstep.ckpt.manifest import (
+    Description,
+    DoneRecord,
+    ImageRecord,
+    Manifest,
+    State,
+    check_manifest,
+)
 from keepstep.ckpt.placement import mesh_size
 from keepstep.ckpt.tiers import Tier
 
@@ -52,6 +60,7 @@ class Candidate:
         plan_digest: of its structure, as the inventories say; "" if only the log knows it.
         sightings: by rank, all copies.
         describers: hosts whose keepers can describe it, ascending.
+        encoded: by rank, how those in the store are encoded, if it has no commit.
     """
 
     state: State
@@ -59,6 +68,7 @@ class Candidate:
     plan_digest: str
     sightings: Mapping[int, tuple[Sighting, ...]]
     describers: tuple[str, ...]
+    encoded: Mapping[int, EncodedImage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +90,7 @@ class Settled:
 def candidates(
     lineage: Lineage,
     inventories: Iterable[Inventory],
-    stored: Mapping[State, Iterable[ImageRecord]] | None = None,
+    stored: Mapping[State, Iterable[DoneRecord]] | None = None,
 ) -> tuple[Candidate, ...]:
     """What a run may go on from, newest (highest step) first.
 
@@ -107,10 +117,13 @@ def candidates(
         kinds = seen.get(state, {})
         digest = min(kinds, key=lambda one: (-len(kinds[one]), one), default="")
         by_rank = {rank: list(copies) for rank, copies in kinds.get(digest, {}).items()}
+        encoded = {}
         if state not in live:
-            for record in (stored or {}).get(state, ()):
+            for done in (stored or {}).get(state, ()):
                 place = Place(Tier.STORE, "")
-                by_rank.setdefault(record.rank, []).append(Sighting(record, place))
+                by_rank.setdefault(done.rank, []).append(Sighting(done.image, place))
+                if done.encoded is not None:
+                    encoded[done.rank] = done.encoded
         found.append(
             Candidate(
                 state=state,
@@ -118,6 +131,7 @@ def candidates(
                 plan_digest=digest,
                 sightings={rank: tuple(copies) for rank, copies in sorted(by_rank.items())},
                 describers=tuple(sorted(describers.get((state, digest), ()))),
+                encoded=encoded,
             )
         )
     return tuple(
@@ -148,7 +162,8 @@ def settle(candidate: Candidate, known: Description | Manifest) -> Settled:
                 f"the images of {name} are of structure {candidate.plan_digest}, its description "
                 f"is of {known.plan_digest}"
             )
-        manifest = known.manifest(map(_record, candidate.sightings.values()))
+        records = [_record(copies) for copies in candidate.sightings.values()]
+        manifest = known.manifest(records, _encoded(candidate, records))
         _check_whole(manifest, name)
     places, odd = {}, []
     for record in manifest.images:
@@ -190,6 +205,17 @@ def _record(copies: Sequence[Sighting]) -> ImageRecord:
         counts,
         key=lambda one: (-counts[one], one not in sealed, one.digest, one.size_bytes),
     )
+
+
+def _encoded(candidate: Candidate, records: Iterable[ImageRecord]) -> Iterator[EncodedImage]:
+    """How the copies in the store are encoded, where they are of the images that count."""
+    for record in records:
+        encoded = candidate.encoded.get(record.rank)
+        if encoded is not None and any(
+            copy.place.tier is Tier.STORE and copy.record == record
+            for copy in candidate.sightings[record.rank]
+        ):
+            yield encoded
 
 
 def _check_whole(manifest: Manifest, name: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from keepstep.ckpt.checksum import digest128
 from keepstep.ckpt.entry import Commit, Record
 from keepstep.ckpt.errors import NotCommitted
-from keepstep.ckpt.keys import image_key, manifest_key, state_prefix
+from keepstep.ckpt.keys import manifest_key, state_prefix, stored_key
 from keepstep.ckpt.lineage import Lineage, state_words
 from keepstep.ckpt.log import Log
 from keepstep.ckpt.manifest import Manifest, State, encode_manifest
@@ -51,13 +51,13 @@ def _faults(log: Log, manifest: Manifest) -> Iterator[str]:
     yield from _order_faults(lineage, manifest)
     # One listing, and not a look at each of a thousand images.
     sizes = {info.key: info.size_bytes for info in log.store.list(state_prefix(manifest.state))}
-    for image in manifest.images:
-        key = image_key(manifest.state, image.rank)
+    for rank, expected in manifest.stored_bytes().items():
+        key = stored_key(manifest, rank)
         size_bytes = sizes.get(key)
         if size_bytes is None:
-            yield f"{key} (rank {image.rank}) is missing"
-        elif size_bytes != image.size_bytes:
-            yield f"{key} has {size_bytes} bytes, rank {image.rank} wrote {image.size_bytes}"
+            yield f"{key} (rank {rank}) is missing"
+        elif size_bytes != expected:
+            yield f"{key} has {size_bytes} bytes, rank {rank} wrote {expected}"
 
 
 def _order_faults(lineage: Lineage, manifest: Manifest) -> Iterator[str]:

@@ -14,7 +14,7 @@ from keepstep.ckpt.entry import Record
 from keepstep.ckpt.gc import Report, collect
 from keepstep.ckpt.lineage import Committed, Lineage
 from keepstep.ckpt.log import Log
-from keepstep.ckpt.manifest import Description, ImageRecord, State
+from keepstep.ckpt.manifest import Description, DoneRecord, State
 from keepstep.ckpt.retention import Policy
 from keepstep.ckpt.store_tier import done_ranks, read_done
 from keepstep.ckpt.structure import Structure
@@ -68,7 +68,7 @@ class Course:
         is_newest = newest is not None and newest.number == self.tenure.generation
         return lineage.committed_to if is_newest else -1
 
-    def gather(self, state: State, records: Mapping[int, ImageRecord]) -> dict[int, ImageRecord]:
+    def gather(self, state: State, records: Mapping[int, DoneRecord]) -> dict[int, DoneRecord]:
         """The done records of `state`: those known, and what other hosts have put since.
 
         Raises FormatError for a done record that is none.
@@ -80,14 +80,16 @@ class Course:
                     found[rank] = read_done(self.store, state, rank)
         return found
 
-    def is_complete(self, records: Mapping[int, ImageRecord]) -> bool:
+    def is_complete(self, records: Mapping[int, DoneRecord]) -> bool:
         """Whether these images together have all bytes of all tensors."""
         present = sum(record.size_bytes - record.header_bytes for record in records.values())
         return present >= self._total_bytes
 
-    def commit(self, description: Description, records: Mapping[int, ImageRecord]) -> Record:
+    def commit(self, description: Description, records: Mapping[int, DoneRecord]) -> Record:
         """Make a checkpoint of the state. Durable on return. Raises as `commit.commit`."""
-        return commit(self._log, description.manifest(records.values()))
+        done = records.values()
+        encoded = [each.encoded for each in done if each.encoded is not None]
+        return commit(self._log, description.manifest([each.image for each in done], encoded))
 
     def collect(self) -> Report:
         """Let retention take what the policy of the store tier lets go, and what nobody needs."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from keepstep.ckpt.commit_course import Course
 from keepstep.ckpt.errors import CheckpointError, FormatError, NotCommitted, Superseded
-from keepstep.ckpt.manifest import ImageRecord, State
+from keepstep.ckpt.manifest import DoneRecord, State
 from keepstep.ckpt.service import Reporter
 from keepstep.ckpt.shelf import Shelved
 from keepstep.ckpt.tenure import Tenure
@@ -39,7 +39,7 @@ class Watched:
 
     shelved: Shelved
     since_s: float
-    records: dict[int, ImageRecord] = field(default_factory=dict)
+    records: dict[int, DoneRecord] = field(default_factory=dict)
 
 
 class Committer:
@@ -95,7 +95,7 @@ class Committer:
             self._is_fresh = True
             self._changed.notify_all()
 
-    def done(self, state: State, record: ImageRecord) -> None:
+    def done(self, state: State, record: DoneRecord) -> None:
         """An own image is durable in the store, and its done record too."""
         with self._changed:
             watched = self._watched.get(state)

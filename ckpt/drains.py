@@ -46,6 +46,7 @@ class Drains:
         reporter: hears how far ranks' slots are free, of commits, and of all that goes wrong.
         job: the job's name.
         patience_s: after so long a failure a tier is not waited for any more with a slot.
+        compresses: whether images are encoded on their way to the store, where that pays.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Drains:
         *,
         job: str,
         patience_s: float,
+        compresses: bool = False,
     ) -> None:
         self._verifiers = ThreadPoolExecutor(_VERIFIERS, thread_name_prefix="keepstep-verify")
         self._jobs = Jobs(reporter)
@@ -64,7 +66,15 @@ class Drains:
         disk = None if open_disk is None else Once(lambda: DiskTier(open_disk()))
         self._committer = Committer(store, job, reporter, poll_max_s=max(patience_s / 5, 0.1))
         self._to_store = ToStore(
-            store, disk, self._jobs, shelf, self._committer, reporter, self._verifiers, patience_s
+            store,
+            disk,
+            self._jobs,
+            shelf,
+            self._committer,
+            reporter,
+            self._verifiers,
+            patience_s,
+            compresses,
         )
         self._store_lane = Lane("upload", UPLOADS, self._to_store, patience_s)
         self._disk_lane: Lane | None = None

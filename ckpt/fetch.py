@@ -8,8 +8,9 @@ from keepstep.ckpt.checksum import digest128
 from keepstep.ckpt.errors import Corrupt, FormatError
 from keepstep.ckpt.image import ImageHeader
 from keepstep.ckpt.image_parse import parse
-from keepstep.ckpt.keys import image_key, manifest_key
+from keepstep.ckpt.keys import manifest_key, stored_key
 from keepstep.ckpt.manifest import ImageRecord, Manifest
+from keepstep.ckpt.plain_view import plain_view
 from keepstep.storage.store import Store
 
 
@@ -23,14 +24,20 @@ def fetch_headers(store: Store, manifest: Manifest, ranks: Iterable[int]) -> dic
         StoreError: as the store raises it.
     """
     records = {record.rank: record for record in manifest.images}
-    return {rank: fetch_header(store, manifest, records, rank) for rank in ranks}
+    view = plain_view(store, manifest)
+    return {rank: fetch_header(view, manifest, records, rank) for rank in ranks}
 
 
 def fetch_header(
     store: Store, manifest: Manifest, records: Mapping[int, ImageRecord], rank: int
 ) -> ImageHeader:
-    """The header of one image. `records` are the manifest's, by rank. Raises as `fetch_headers`."""
-    key = image_key(manifest.state, rank)
+    """The header of one image. Raises as `fetch_headers`.
+
+    Args:
+        store: the `plain_view` of the store.
+        records: the manifest's, by rank.
+    """
+    key = stored_key(manifest, rank)
     record = records.get(rank)
     if record is None:
         raise FormatError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -49,7 +50,7 @@ class KeeperConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     advertise: str = ""
     slots: int = 3
     single_writer: bool = False
-    compress: str = ""
+    compress: Literal["", "zstd"] = ""
 
     def write(self, path: Path) -> None:
         """Write the file (mode 0600). Not durable: it serves one start."""

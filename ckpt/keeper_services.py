@@ -234,12 +234,6 @@ def _find_token(memory: KeeperMemory) -> Token | None:
 
 def _drains(memory: KeeperMemory) -> Drains:
     config = memory.config
-    if config.compress:
-        memory.tell(
-            "uncompressed",
-            f"compress = {config.compress!r} is asked for, but images go to the store as they are: "
-            "this version has no compressed encoding; reading is not affected",
-        )
     return Drains(
         lambda: open_durable(config),
         (lambda: open_disk(config)) if config.disk_dir else None,
@@ -247,4 +241,5 @@ def _drains(memory: KeeperMemory) -> Drains:
         memory,
         job=config.job,
         patience_s=config.patience_s,
+        compresses=config.compress == "zstd",
     )

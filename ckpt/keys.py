@@ -3,6 +3,7 @@
     log/000000/000000012                             entry 12
     states/g000003/s000000000120/manifest.json       state (3, 120)
     states/g000003/s000000000120/r00005.safetensors  its image of rank 5
+    states/g000003/s000000000120/r00005.safetensors.zst  or that image in its second encoding
     states/g000003/s000000000120/r00005.json         the done record of that image: it is all there
     states/g000003/s000000000120/description.json    what the state is, on a host's disk
     hosts/h0.json                                    where the keeper of host h0 listens: a hint
@@ -17,7 +18,7 @@ import re
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from keepstep.ckpt.manifest import State
+from keepstep.ckpt.manifest import Manifest, State
 
 LOG_PREFIX = "log/"
 STATES_PREFIX = "states/"
@@ -31,7 +32,7 @@ _HOST = re.compile(r"hosts/([A-Za-z0-9][A-Za-z0-9._=-]{0,99})\.json")
 _STATE_NAME = re.compile(r"g([0-9]{6})/s([0-9]{12})")
 _STATE = re.compile(
     r"states/g([0-9]{6})/s([0-9]{12})/"
-    r"(?:(manifest|description)\.json|r([0-9]{5})\.(safetensors|json))"
+    r"(?:(manifest|description)\.json|r([0-9]{5})\.(safetensors|safetensors\.zst|json))"
 )
 
 
@@ -51,10 +52,11 @@ class ManifestKey:
 
 @dataclass(frozen=True, slots=True)
 class ImageKey:
-    """The key of the image of `rank` in `state`."""
+    """The key of the image of `rank` in `state`, or of its second encoding."""
 
     state: State
     rank: int
+    is_encoded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +119,19 @@ def image_key(state: State, rank: int) -> str:
     return f"{state_prefix(state)}r{_digits('rank', rank, 5)}.safetensors"
 
 
+def encoded_key(state: State, rank: int) -> str:
+    """Key of the image of `rank` in `state`, if it is encoded (`encoding`)."""
+    return f"{image_key(state, rank)}.zst"
+
+
+def stored_key(manifest: Manifest, rank: int) -> str:
+    """The key under which the image of `rank` lies in the store."""
+    is_encoded = any(encoded.rank == rank for encoded in manifest.encoded)
+    return (encoded_key if is_encoded else image_key)(manifest.state, rank)
+
+
 def done_key(state: State, rank: int) -> str:
-    """Key of the done record of `rank` in `state`: an `ImageRecord` as JSON.
+    """Key of the done record of `rank` in `state`: a `DoneRecord` as JSON.
 
     It is put when the image is durable, and read by whoever commits, from the store alone.
     """
@@ -158,7 +171,9 @@ def parse_key(key: str) -> Key | None:
     if match[3] is not None:
         return ManifestKey(state) if match[3] == "manifest" else DescriptionKey(state)
     rank = int(match[4])
-    return ImageKey(state, rank) if match[5] == "safetensors" else DoneKey(state, rank)
+    if match[5] == "json":
+        return DoneKey(state, rank)
+    return ImageKey(state, rank, is_encoded=match[5].endswith(".zst"))
 
 
 def _digits(what: str, number: int, width: int) -> str:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,7 +42,7 @@ class KeeperOptions:
         bind: address that the keeper listens on for other hosts' keepers.
         advertise: the address told to them; "": `bind`.
         single_writer: the store may ignore put-if-absent: nobody else ever writes to it.
-        compress: "zstd": encode what goes to the store.
+        compress: "zstd": encode what goes to the store, where that pays.
     """
 
     host: str = ""
@@ -54,7 +55,7 @@ class KeeperOptions:
     bind: str = "127.0.0.1"
     advertise: str = ""
     single_writer: bool = False
-    compress: str = ""
+    compress: Literal["", "zstd"] = ""
 
 
 def mesh_of(device_mesh: DeviceMesh | None) -> Mesh:

@@ -27,6 +27,7 @@ from keepstep.ckpt.keys import image_key, manifest_key
 from keepstep.ckpt.manifest import ImageRecord, Manifest
 from keepstep.ckpt.mapping import StageMemory, populate
 from keepstep.ckpt.mosaic import blocks, layout, shares, size_of, union
+from keepstep.ckpt.plain_view import plain_view
 from keepstep.ckpt.plan import Plan
 from keepstep.ckpt.registry import Registry
 from keepstep.ckpt.restore import (
@@ -371,7 +372,7 @@ def stage(
         StoreError: as the store raises it.
         ArenaTooLarge: if there is not enough memory.
     """
-    origin = origin_of(Place(Tier.STORE, ""), store)
+    origin = origin_of(Place(Tier.STORE, ""), plain_view(store, manifest))
     loading = Loading(registry, structure, manifest, lambda image: (origin,), options, threads)
     try:
         loading.share([loading.needs], 0, StageMemory)

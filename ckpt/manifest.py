@@ -17,6 +17,7 @@ import msgspec
 from keepstep.ckpt.checksum import DIGEST_DIGITS
 from keepstep.ckpt.document import check_json, decode, encode, shortened
 from keepstep.ckpt.dtypes import DTYPES
+from keepstep.ckpt.encoding import EncodedImage, check_encoded
 from keepstep.ckpt.errors import CheckpointError, FormatError
 from keepstep.ckpt.names import job_fault, name_fault
 from keepstep.ckpt.placement import DIMS_MAX, Mesh, Placement, mesh_size
@@ -69,7 +70,27 @@ class ImageRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: str
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DoneRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a done record says: the image's record, and how it is encoded, if it is."""
+
+    rank: int
+    size_bytes: int
+    header_bytes: int
+    digest: str
+    encoded: EncodedImage | None = None
+
+    @property
+    def image(self) -> ImageRecord:
+        """The record of the plain image."""
+        return ImageRecord(self.rank, self.size_bytes, self.header_bytes, self.digest)
+
+
+def done_record(image: ImageRecord, encoded: EncodedImage | None = None) -> DoneRecord:
+    """The done record of an image."""
+    return DoneRecord(image.rank, image.size_bytes, image.header_bytes, image.digest, encoded)
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Everything that a reader needs to find any region of a state."""
 
     format: int
@@ -84,7 +105,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """JSON values that are equal on all ranks: cursor, schedule, configuration."""
     plan_digest: str
     images: tuple[ImageRecord, ...]
-    """One per rank that owns at least one byte, ascending by rank."""
+    """One per rank that owns at least one byte, ascending by rank. Of the plain images."""
+    encoded: tuple[EncodedImage, ...] = ()
+    """Of images that lie encoded in the store, ascending by rank. Left out if there is none."""
+
+    def stored_bytes(self) -> dict[int, int]:
+        """Rank -> length of its image as it lies in the store."""
+        plain = {image.rank: image.size_bytes for image in self.images}
+        return plain | {image.rank: image.size_bytes for image in self.encoded}
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,8 +131,10 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     values: dict[str, Any]
     plan_digest: str
 
-    def manifest(self, images: Iterable[ImageRecord]) -> Manifest:
-        """The manifest with these images, in any order."""
+    def manifest(
+        self, images: Iterable[ImageRecord], encoded: Iterable[EncodedImage] = ()
+    ) -> Manifest:
+        """The manifest with these images, of which some are encoded; both in any order."""
         return Manifest(
             format=self.format,
             job=self.job,
@@ -116,6 +146,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             values=self.values,
             plan_digest=self.plan_digest,
             images=tuple(sorted(images, key=lambda image: image.rank)),
+            encoded=tuple(sorted(encoded, key=lambda image: image.rank)),
         )
 
 
@@ -197,6 +228,7 @@ def check_manifest(manifest: Manifest, file: str) -> None:
     """
     tensor_bytes = check_described(manifest, file)
     data_bytes = _check_images(manifest, file)
+    _check_encoded(manifest, file)
     if data_bytes != tensor_bytes:
         expected = f"{tensor_bytes} bytes of data in all, as the tensors have"
         raise FormatError(file, "images", expected, f"{data_bytes}")
@@ -272,3 +304,17 @@ def _check_images(manifest: Manifest, file: str) -> int:
         check_digest(image.digest, file, f"{field}.digest")
         total += data_bytes
     return total
+
+
+def _check_encoded(manifest: Manifest, file: str) -> None:
+    images = {image.rank: image for image in manifest.images}
+    rank_before = -1
+    for index, encoded in enumerate(manifest.encoded):
+        field = f"encoded[{index}]"
+        image = images.get(encoded.rank)
+        if image is None or encoded.rank <= rank_before:
+            expected = f"a rank above {rank_before} with an image"
+            raise FormatError(file, f"{field}.rank", expected, f"{encoded.rank}")
+        rank_before = encoded.rank
+        data_bytes = image.size_bytes - image.header_bytes
+        check_encoded(encoded, image.header_bytes, data_bytes, file, field)

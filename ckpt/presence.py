@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from keepstep.ckpt.checksum import digest128
 from keepstep.ckpt.errors import FormatError
-from keepstep.ckpt.keys import image_key, manifest_key
+from keepstep.ckpt.keys import manifest_key, stored_key
 from keepstep.ckpt.lineage import Committed
 from keepstep.ckpt.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from keepstep.storage.errors import NotFound, TooLarge
@@ -21,10 +21,10 @@ def is_present(store: Store, commit: Committed) -> bool:
         data = store.get(key, MANIFEST_BYTES_MAX)
         if digest128(data) != commit.manifest_digest:
             return False
-        images = decode_manifest(data, key).images
+        manifest = decode_manifest(data, key)
         return all(
-            store.stat(image_key(commit.state, image.rank)).size_bytes == image.size_bytes
-            for image in images
+            store.stat(stored_key(manifest, rank)).size_bytes == size_bytes
+            for rank, size_bytes in manifest.stored_bytes().items()
         )
     except (NotFound, TooLarge, FormatError):
         return False

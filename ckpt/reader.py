@@ -18,9 +18,10 @@ from keepstep.ckpt.dtypes import DTYPES
 from keepstep.ckpt.errors import Corrupt
 from keepstep.ckpt.fetch import fetch_header
 from keepstep.ckpt.image import ImageHeader, ImageItem
-from keepstep.ckpt.keys import image_key, manifest_key
+from keepstep.ckpt.keys import manifest_key, stored_key
 from keepstep.ckpt.lineage import Committed
 from keepstep.ckpt.manifest import MANIFEST_BYTES_MAX, Manifest, TensorSpec, decode_manifest
+from keepstep.ckpt.plain_view import plain_view
 from keepstep.ckpt.plan import Plan
 from keepstep.ckpt.region import (
     Box,
@@ -41,12 +42,13 @@ _CACHED_ITEMS = 200_000
 class CheckpointReader:
     """One checkpoint, open for reading. Not thread-safe: one per thread.
 
-    Holds at most some 64 MB beside what it returns.
+    Holds at most some 64 MB beside what it returns; 40 MB more if the images are encoded.
     """
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self.store = store
         self.manifest = manifest
+        self._images = plain_view(store, manifest)
         self._plan = Plan(manifest.mesh, manifest.placements, manifest.tensors)
         self._records = {record.rank: record for record in manifest.images}
         self._headers: OrderedDict[int, ImageHeader] = OrderedDict()
@@ -104,7 +106,7 @@ class CheckpointReader:
         header = self._headers.get(rank)
         if header is None:
             header = self._headers[rank] = fetch_header(
-                self.store, self.manifest, self._records, rank
+                self._images, self.manifest, self._records, rank
             )
             kept = sum(len(each.items) for each in self._headers.values())
             while kept > _CACHED_ITEMS and len(self._headers) > 1:
@@ -126,8 +128,8 @@ class CheckpointReader:
             self._chunks.move_to_end((rank, first))
             return memoryview(known)[start - base : end - base]
         data = self._room(min((last + 1) * CHUNK_BYTES, header.data_bytes) - base)
-        key = image_key(self.manifest.state, rank)
-        self.store.read_into(key, header.header_bytes + base, data)
+        key = stored_key(self.manifest, rank)
+        self._images.read_into(key, header.header_bytes + base, data)
         for number in range(first, last + 1):
             offset = number * CHUNK_BYTES - base
             chunk = data[offset : offset + CHUNK_BYTES]

@@ -13,7 +13,9 @@ from types import TracebackType
 from typing import Protocol, runtime_checkable
 
 from keepstep.ckpt.candidates import Place
+from keepstep.ckpt.manifest import Manifest
 from keepstep.ckpt.mosaic import Distance, nearest
+from keepstep.ckpt.plain_view import plain_view
 from keepstep.ckpt.tiers import Tier
 from keepstep.storage.file import FileStore
 from keepstep.storage.peer import PeerStore
@@ -79,12 +81,18 @@ class Sources:
     ) -> None:
         self._here = here
         self._store = store
+        self._plain = store
         self._pool = pool
         self._disk = FileStore(disk_dir) if disk_dir is not None and disk_dir.is_dir() else None
         self._addresses = dict(addresses or {})
         self._token = token
         self._timeout_s = timeout_s
         self._peers: dict[tuple[str, str], PeerStore] = {}
+
+    def see(self, manifest: Manifest) -> None:
+        """From now on, read the images of `manifest` from the store as they are encoded there."""
+        if self._store is not None:
+            self._plain = plain_view(self._store, manifest)
 
     def origins(self, places: Iterable[Place], turn: int) -> tuple[Origin, ...]:
         """Those of `places` that this rank can reach, nearest first; equals rotated by `turn`."""
@@ -114,7 +122,7 @@ class Sources:
 
     def _open(self, place: Place) -> Store | None:
         if place.tier is Tier.STORE:
-            return self._store
+            return self._plain
         is_memory = place.tier in (Tier.MEMORY, Tier.PEER)
         if place.host == self._here.host:
             return self._pool if is_memory else self._disk

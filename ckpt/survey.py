@@ -24,7 +24,7 @@ from keepstep.ckpt.keeper_errors import KeeperError, Stale
 from keepstep.ckpt.keeper_line import KeeperLine
 from keepstep.ckpt.keys import STATES_PREFIX, DoneKey, parse_key
 from keepstep.ckpt.lineage import Lineage, state_words
-from keepstep.ckpt.manifest import Description, ImageRecord, State, decode_description
+from keepstep.ckpt.manifest import Description, DoneRecord, State, decode_description
 from keepstep.ckpt.plane_client import PlaneClient
 from keepstep.ckpt.reader import open_checkpoint
 from keepstep.ckpt.store_tier import read_done
@@ -196,7 +196,7 @@ class Stored:
         trouble: why there may be more; "": the store was asked.
     """
 
-    records: Mapping[State, list[ImageRecord]]
+    records: Mapping[State, list[DoneRecord]]
     trouble: str = ""
 
 
@@ -215,7 +215,7 @@ def stored_images(
     live = {commit.state for commit in lineage.live}
     states = {copy.state for one in inventories for copy in one.copies} - live
     generations = {state.generation for state in states if not lineage.admits(state)}
-    found: dict[State, list[ImageRecord]] = {}
+    found: dict[State, list[DoneRecord]] = {}
     for generation in sorted(generations):
         prefix = f"{STATES_PREFIX}g{generation:06}/"
         listed = attempt(partial(_done_keys, store, prefix), sleep)

@@ -14,6 +14,7 @@ from keepstep.ckpt.drain_telling import DrainTelling
 from keepstep.ckpt.errors import Corrupt, FormatError
 from keepstep.ckpt.keys import image_key
 from keepstep.ckpt.lane import Failure
+from keepstep.ckpt.manifest import DoneRecord
 from keepstep.ckpt.service import Reporter
 from keepstep.ckpt.shelf import Shelf
 from keepstep.ckpt.store_tier import StoreTier
@@ -33,6 +34,7 @@ class ToStore:
         reporter: hears what goes wrong.
         verifiers: whose threads verify.
         patience_s: after so long a failure the store is not waited for with a slot.
+        compresses: whether images are encoded where that pays.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class ToStore:
         reporter: Reporter,
         verifiers: Executor,
         patience_s: float,
+        compresses: bool,
     ) -> None:
         self._store = store
         self._disk = disk
@@ -54,6 +57,7 @@ class ToStore:
         self._telling = DrainTelling(reporter, Tier.STORE)
         self._verifiers = verifiers
         self._patience_s = patience_s
+        self._compresses = compresses
 
     def run(self, ticket: Ticket) -> bool:
         """See `LaneWork.run`."""
@@ -61,18 +65,18 @@ class ToStore:
         if job is None:
             return False
         record = job.shelved.record
-        tier = StoreTier(self._store())
+        tier = StoreTier(self._store(), self._compresses)
+        done = None
         try:
-            is_done = tier.is_settled(ticket.state, record) or self._upload(tier, ticket, job)
+            done = tier.settled(ticket.state, record) or self._upload(tier, ticket, job)
         except FormatError as error:
             self._telling.refused(ticket, error)
-            is_done = False
-        if is_done:
-            self._committer.done(ticket.state, record)
+        if done is not None:
+            self._committer.done(ticket.state, done)
         else:
             self._committer.forget(ticket.state)
         self._jobs.end(ticket)
-        return is_done
+        return done is not None
 
     def dropped(self, ticket: Ticket) -> None:
         """See `LaneWork.dropped`."""
@@ -97,28 +101,27 @@ class ToStore:
         """See `LaneWork.recovered`."""
         self._telling.recovered(tries, failing_s)
 
-    def _upload(self, tier: StoreTier, ticket: Ticket, job: Job) -> bool:
-        """Whether the store has the image; if not, it never will."""
+    def _upload(self, tier: StoreTier, ticket: Ticket, job: Job) -> DoneRecord | None:
+        """Have the image in the store; None: it never will be there."""
         if job.is_on_disk and self._disk is not None:
-            stream = self._disk().stream(job.shelved)
+            shelved = job.shelved
+            stream = self._disk().stream(shelved)
             try:
-                tier.put(ticket.state, job.shelved.record, stream)
+                return tier.put(ticket.state, shelved.record, shelved.header, stream)
             except Corrupt as error:
-                self._telling.corrupt(job.shelved, error, Tier.DISK)
-            else:
-                return True
+                self._telling.corrupt(shelved, error, Tier.DISK)
         return self._upload_from_memory(tier, ticket)
 
-    def _upload_from_memory(self, tier: StoreTier, ticket: Ticket) -> bool:
+    def _upload_from_memory(self, tier: StoreTier, ticket: Ticket) -> DoneRecord | None:
         job = self._jobs.find(ticket)
         shelved = self._shelf.find(ticket.state, ticket.rank)
         if job is None or shelved is None or shelved.record != job.shelved.record:
             self._telling.missing(ticket)
-            return False
+            return None
         with self._shelf.hold(shelved) as is_there:
             if not is_there:
                 self._telling.missing(ticket)
-                return False
+                return None
             key = image_key(ticket.state, ticket.rank)
             stream = MemoryStream(
                 shelved.view, shelved.header, shelved.record, key, self._verifiers
@@ -126,8 +129,7 @@ class ToStore:
             # Without the slot, the image may be written over while it is sent: look once more.
             check = None if job.needs_slot else stream.verify
             try:
-                tier.put(ticket.state, shelved.record, stream, check)
+                return tier.put(ticket.state, shelved.record, shelved.header, stream, check)
             except Corrupt as error:
                 self._telling.corrupt(shelved, error, Tier.MEMORY)
-                return False
-        return True
+                return None

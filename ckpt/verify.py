@@ -24,15 +24,16 @@ from keepstep.ckpt.keys import (
     ManifestKey,
     StateKey,
     entry_key,
-    image_key,
     manifest_key,
     parse_key,
+    stored_key,
 )
 from keepstep.ckpt.lineage import Committed, Lineage, Status, fold
 from keepstep.ckpt.log import read_entry
 from keepstep.ckpt.manifest import MANIFEST_BYTES_MAX, Manifest, State, decode_manifest
+from keepstep.ckpt.plain_view import plain_view
 from keepstep.ckpt.plan import Plan
-from keepstep.ckpt.verify_image import Finding, check_image
+from keepstep.ckpt.verify_image import Finding, check_frames, check_image
 from keepstep.storage.errors import NotFound, Permanent, TooLarge
 from keepstep.storage.store import ObjectInfo, Store
 
@@ -184,9 +185,12 @@ def _check_state(
     yield from _check_manifest(manifest, len(data), job, commit, key)
     tally.total_bytes += sum(image.size_bytes for image in manifest.images)
     plan = Plan(manifest.mesh, manifest.placements, manifest.tensors)
+    view = plain_view(store, manifest)
     for image in manifest.images:
-        on_read = partial(tally.add, image_key(commit.state, image.rank))
-        yield from check_image(store, manifest, plan, image, on_read, threads)
+        on_read = partial(tally.add, stored_key(manifest, image.rank))
+        yield from check_image(view, manifest, plan, image, on_read, threads)
+    for encoded in manifest.encoded:
+        yield from check_frames(store, stored_key(manifest, encoded.rank), encoded)
 
 
 def _check_manifest(
@@ -204,7 +208,7 @@ def _check_manifest(
 
 def _unreferenced(store: Store, lineage: Lineage, is_log_whole: bool) -> Iterator[Unreferenced]:
     present = {commit.state: commit for commit in _present(lineage)}
-    ranks: dict[State, set[int] | None] = {}
+    named: dict[State, set[str] | None] = {}
     for info in store.list(""):
         key = parse_key(info.key)
         if key is None:
@@ -215,10 +219,10 @@ def _unreferenced(store: Store, lineage: Lineage, is_log_whole: bool) -> Iterato
                 if isinstance(key, ManifestKey):
                     continue
                 if isinstance(key, ImageKey):
-                    if key.state not in ranks:
-                        ranks[key.state] = _ranks_of(store, key.state)
-                    known = ranks[key.state]
-                    if known is None or key.rank in known:
+                    if key.state not in named:
+                        named[key.state] = _named_by(store, key.state)
+                    known = named[key.state]
+                    if known is None or info.key in known:
                         continue
                 reason = _why_beside(key)
             yield Unreferenced(info.key, info.size_bytes, reason)
@@ -243,14 +247,14 @@ def _why_unreferenced(key: StateKey, lineage: Lineage) -> str:
     return "not committed yet: it is being written, or was left by a run that ended"
 
 
-def _ranks_of(store: Store, state: State) -> set[int] | None:
-    """The ranks with an image, by the manifest; None if it cannot be read (a finding already)."""
+def _named_by(store: Store, state: State) -> set[str] | None:
+    """Keys of the images, by the manifest; None if it cannot be read (a finding already)."""
     key = manifest_key(state)
     try:
         manifest = decode_manifest(store.get(key, MANIFEST_BYTES_MAX), key)
     except (Permanent, FormatError):
         return None
-    return {image.rank for image in manifest.images}
+    return {stored_key(manifest, image.rank) for image in manifest.images}
 
 
 def _leftover(info: ObjectInfo) -> Unreferenced:

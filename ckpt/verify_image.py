@@ -16,9 +16,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from keepstep.ckpt.checksum import CHUNK_BYTES, CHUNK_DIGITS, chunk_count, chunk_digests, digest128
+from keepstep.ckpt.checksum import (
+    CHUNK_BYTES,
+    CHUNK_DIGITS,
+    chunk_count,
+    chunk_digest,
+    chunk_digests,
+    digest128,
+)
+from keepstep.ckpt.encoding import EncodedImage
 from keepstep.ckpt.image import CHUNKS_AT, ImageHeader, build, items_of
-from keepstep.ckpt.keys import image_key
+from keepstep.ckpt.keys import stored_key
 from keepstep.ckpt.manifest import ImageRecord, Manifest
 from keepstep.ckpt.plan import Plan
 from keepstep.ckpt.safetensors_file import LENGTH_BYTES
@@ -67,8 +75,11 @@ def check_image(
     on_read: Callable[[int], None],
     threads: int,
 ) -> Iterator[Finding]:
-    """What is wrong with the image of `record.rank`. Calls `on_read` with the bytes just read."""
-    file = image_key(manifest.state, record.rank)
+    """What is wrong with the image of `record.rank`. Calls `on_read` with the bytes just read.
+
+    `store`: the `plain_view` of the store.
+    """
+    file = stored_key(manifest, record.rank)
     planned = planned_header(manifest, plan, record.rank)
     if (planned.header_bytes, planned.size_bytes) != (record.header_bytes, record.size_bytes):
         expected = f"a header of {planned.header_bytes} bytes in a file of {planned.size_bytes}"
@@ -97,6 +108,25 @@ def check_image(
         if digest128(_with_digests(planned, digests)) != record.digest:
             return
     yield from _check_data(store, file, planned, digests, size_bytes, on_read, threads)
+
+
+def check_frames(store: Store, file: str, encoded: EncodedImage) -> Iterator[Finding]:
+    """Whether an encoded image has the bytes that were stored, and no others that decode alike.
+
+    What `check_image` finds says which tensors are hurt; this finds what hurts none. `store`: the
+    one that has them. Nothing if they are not all there: that is found already.
+    """
+    digests, start = [], 0
+    sizes = (encoded.header_bytes, *(span.stored_bytes for span in encoded.spans))
+    try:
+        for size_bytes in sizes:
+            digests.append(chunk_digest(store.get_range(file, start, size_bytes)))
+            start += size_bytes
+    except Permanent:
+        return
+    found = digest128("".join(digests).encode())
+    if found != encoded.digest:
+        yield Finding(file, "frames", (), f"digest {encoded.digest}", found)
 
 
 def _size_finding(file: str, planned: ImageHeader, size_bytes: int) -> Finding:

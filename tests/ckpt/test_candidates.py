@@ -15,7 +15,7 @@ from keepstep.ckpt.entry import Commit, Generation, Record, Retire, Rewind, Term
 from keepstep.ckpt.errors import NotRestorable
 from keepstep.ckpt.inventory import Copy, Inventory
 from keepstep.ckpt.lineage import Lineage, fold
-from keepstep.ckpt.manifest import Description, ImageRecord, Manifest, State
+from keepstep.ckpt.manifest import Description, ImageRecord, Manifest, State, done_record
 from keepstep.ckpt.placement import mesh_size
 from keepstep.ckpt.tiers import Tier
 from keepstep.storage.memory import MemoryStore
@@ -189,7 +189,7 @@ def test_a_state_that_lacks_an_image_is_refused_and_the_rank_named() -> None:
 def test_an_image_that_is_only_in_the_store_yet_makes_it_whole() -> None:
     manifest = manifest_at(State(1, 7))
     lineage = lineage_of(generation(1))
-    stored = {manifest.state: [manifest.images[1]]}
+    stored = {manifest.state: [done_record(manifest.images[1])]}
     found = only(candidates(lineage, [inventory("a", copy_of(manifest, 0))], stored))
     assert settle(found, description_of(manifest)).places[1] == (Place(Tier.STORE, ""),)
 

@@ -19,6 +19,7 @@ from keepstep.ckpt.keys import (
     ManifestKey,
     description_key,
     done_key,
+    encoded_key,
     entry_key,
     host_key,
     image_key,
@@ -40,8 +41,8 @@ def _key(made: Key) -> str:
             return entry_key(seq)
         case ManifestKey(state):
             return manifest_key(state)
-        case ImageKey(state, rank):
-            return image_key(state, rank)
+        case ImageKey(state, rank, is_encoded):
+            return (encoded_key if is_encoded else image_key)(state, rank)
         case DoneKey(state, rank):
             return done_key(state, rank)
         case DescriptionKey(state):
@@ -53,7 +54,7 @@ def _key(made: Key) -> str:
 _MADE = st.one_of(
     st.builds(EntryKey, _SEQS),
     st.builds(ManifestKey, _STATES),
-    st.builds(ImageKey, _STATES, st.integers(0, 99_999)),
+    st.builds(ImageKey, _STATES, st.integers(0, 99_999), st.booleans()),
     st.builds(DoneKey, _STATES, st.integers(0, 99_999)),
     st.builds(DescriptionKey, _STATES),
     st.builds(HostKey, st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._=-]{0,99}\Z")),
@@ -97,6 +98,7 @@ def test_keys_are_those_of_the_specification() -> None:
     assert entry_key(12_345) == "log/000012/000012345"
     assert manifest_key(State(3, 120)) == "states/g000003/s000000000120/manifest.json"
     assert image_key(State(3, 120), 5) == "states/g000003/s000000000120/r00005.safetensors"
+    assert encoded_key(State(3, 120), 5) == "states/g000003/s000000000120/r00005.safetensors.zst"
     assert done_key(State(3, 120), 5) == "states/g000003/s000000000120/r00005.json"
     assert description_key(State(3, 120)) == "states/g000003/s000000000120/description.json"
     assert host_key("h0") == "hosts/h0.json"
@@ -117,6 +119,7 @@ def test_keys_are_those_of_the_specification() -> None:
         "states/g٠٠٠٠٠٠/s000000000120/manifest.json",
         "states/g000003/s000000000120/",
         "states/g000003/s000000000120/r00005.safetensors.tmp",
+        "states/g000003/s000000000120/r00005.json.zst",
         "states/g000003/s000000000120/r5.safetensors",
         "states/g000003/s000000000120/r5.json",
         "states/g000003/s000000000120/descriptions.json",

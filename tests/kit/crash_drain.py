@@ -51,6 +51,7 @@ def drain_save(
     tensors: dict[str, TensorSpec] = TENSORS,
     disk: Store | None = None,
     is_dead: Callable[[], bool] = lambda: False,
+    compresses: bool = False,
 ) -> None:
     """Take over from the older run, drain and commit a state, and let retention take the oldest.
 
@@ -67,6 +68,7 @@ def drain_save(
             ear,
             job=JOB,
             patience_s=PATIENCE_S,
+            compresses=compresses,
         )
         try:
             drains.enter(

@@ -17,10 +17,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import xxhash
-from tests.kit.make_store import mesh, split
+import zstandard
+from tests.kit.encoded import make_encoded_store, weights
+from tests.kit.make_store import Content, mesh, split
 from tests.kit.spec_store import JOB, STATE, TENSORS, write_spec_store
 
 from keepstep.ckpt.document import encode
+from keepstep.ckpt.encoding import SPAN_BYTES
 from keepstep.ckpt.errors import FormatError
 from keepstep.ckpt.image_parse import header_size, parse
 from keepstep.ckpt.keys import done_key, image_key
@@ -211,6 +214,33 @@ class Stranger:
         manifest: dict[str, Any] = json.loads(data)
         return manifest
 
+    def image(self, manifest: dict[str, Any], record: dict[str, Any]) -> bytes:
+        """The plain bytes, if need be from the second encoding (8.1)."""
+        path = self.at / f"r{record['rank']:05}.safetensors"
+        entries = [one for one in manifest.get("encoded", ()) if one["rank"] == record["rank"]]
+        if not entries:
+            return path.read_bytes()
+        (entry,) = entries
+        stored = path.with_name(f"{path.name}.zst").read_bytes()
+        unzip = zstandard.ZstdDecompressor().decompress
+        place = entry["header_bytes"]
+        parts, plain = [stored[:place]], unzip(stored[:place])
+        left = record["size_bytes"] - record["header_bytes"]
+        for planes, first, rest in entry["spans"]:
+            size = min(left, 2**23)
+            parts.append(stored[place : place + first + rest])
+            others = unzip(parts[-1][first:]) if rest else b""
+            rows = [others[n * (size // planes) :][: size // planes] for n in range(planes - 1)]
+            rows.append(unzip(parts[-1][:first]))
+            groups = zip(*rows, strict=True)
+            plain += bytes(byte for group in groups for byte in group)
+            plain += others[(planes - 1) * (size // planes) :]
+            place, left = place + first + rest, left - size
+        assert (place, left) == (len(stored), 0)
+        checksums = "".join(xxhash.xxh3_64_hexdigest(part) for part in parts)
+        assert xxhash.xxh3_128_hexdigest(checksums.encode()) == entry["digest"]
+        return plain
+
     def tensors(self, manifest: dict[str, Any]) -> dict[str, Any]:
         """All tensors, put together from all images, by what their headers say."""
         whole = {
@@ -218,7 +248,7 @@ class Stranger:
             for name, spec in manifest["tensors"].items()
         }
         for image in manifest["images"]:
-            data = (self.at / f"r{image['rank']:05}.safetensors").read_bytes()
+            data = self.image(manifest, image)
             header = data[: image["header_bytes"]]
             assert xxhash.xxh3_128_hexdigest(header) == image["digest"]
             assert struct.unpack("<Q", header[:8])[0] == len(header) - 8
@@ -247,6 +277,23 @@ def test_a_reader_made_from_the_document_alone_reads_the_checkpoint(place: Path)
     assert tensors.keys() == TENSORS.keys()
     for name, expected in TENSORS.items():
         np.testing.assert_array_equal(tensors[name], expected)
+
+
+def test_a_reader_made_from_the_document_alone_reads_an_encoded_checkpoint(tmp_path: Path) -> None:
+    tensors = {
+        "model/w": weights((SPAN_BYTES // 4 + 1_001,)),
+        "model/b": TENSORS["model/b"],
+        "model/zeros": np.zeros(1_001, np.float32),
+    }
+    content = Content(dict(tensors), mesh(dp=2, tp=1))
+    manifest = make_encoded_store(FileStore(tmp_path), content)
+    assert [len(one.spans) for one in manifest.encoded] == [1, 1]
+    assert {span.planes for one in manifest.encoded for span in one.spans} == {4}
+    stranger = Stranger(tmp_path)
+    found = stranger.tensors(stranger.manifest(stranger.entries()[-1]["body"]))
+    assert found.keys() == tensors.keys()
+    for name, expected in tensors.items():
+        np.testing.assert_array_equal(found[name], expected)
 
 
 def test_the_rule_of_who_owns_what_is_computed_as_described() -> None:

@@ -113,6 +113,7 @@ def test_a_call_that_hangs_and_then_fails_leaves_old_or_new(kind: type[StoreErro
         saving = threading.Thread(target=run)
         saving.start()
         try:
+            assert store.wait_hung(60), call
             # Whoever reads meanwhile sees the old commit, or the new one if the hang is after it.
             assert faults_found(inner, False, EXPECTED) == [], call
         finally:

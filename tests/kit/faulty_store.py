@@ -98,6 +98,7 @@ class FaultyStore:
         self._lock = threading.Lock()
         self._dead = False
         self._released = threading.Event()
+        self._hung = threading.Event()
         self._late: list[Callable[[], object]] = []
         self.calls: list[tuple[str, str]] = []
         """Operation and key of each call so far."""
@@ -114,6 +115,10 @@ class FaultyStore:
     @property
     def capabilities(self) -> Capabilities:
         return self._inner.capabilities
+
+    def wait_hung(self, timeout_s: float) -> bool:
+        """Until some call hangs; False if none does by then."""
+        return self._hung.wait(timeout_s)
 
     def release(self) -> None:
         """Let what hangs, and all that would, end with its error."""
@@ -193,6 +198,7 @@ class FaultyStore:
         if fault.action in _UNNOTICED:
             return self._misdo(fault, call, data)
         if fault.action is Action.HANG:
+            self._hung.set()
             assert self._released.wait(_PATIENCE_S), f"nobody released {operation} {key}"
             raise self._error(fault, fault.error or OutcomeUnknown, operation, key)
         if fault.action is Action.LAND_LATE:

@@ -405,13 +405,7 @@ class SlotRow:
             SlotsTaken: the slot is assigned to another process.
             WrongStatus: the slot is neither FREE nor SEALED.
         """
-        fence = self._header.fence
-        if state.generation < fence:
-            raise Stale(
-                f"slot {self.index} may not take {state}: the keeper of this host promised "
-                f"generation {fence}; this process is superseded, end it",
-                generation=fence,
-            )
+        self._check_fence(state)
         owner = self.owner
         if owner is not None and owner.writer != writer:
             raise SlotsTaken(
@@ -419,8 +413,14 @@ class SlotRow:
                 f"pid {writer.pid}; enter the generation anew to get slots",
                 pid=owner.writer.pid,
             )
+        before = self.status
         self._expect(SlotStatus.FREE, SlotStatus.SEALED)
         self._set(SlotStatus.FILLING)
+        try:
+            self._check_fence(state)  # once more: we may have been stopped for long in between
+        except Stale:
+            self._set(before)
+            raise
         self.unpin()
         self._row[1] = state.generation
         self._row[2] = state.step
@@ -460,6 +460,15 @@ class SlotRow:
         self._set(SlotStatus.ABSENT)
         self.unpin()
         self.unassign()
+
+    def _check_fence(self, state: State) -> None:
+        fence = self._header.fence
+        if state.generation < fence:
+            raise Stale(
+                f"slot {self.index} may not take {state}: the keeper of this host promised "
+                f"generation {fence}; this process is superseded, end it",
+                generation=fence,
+            )
 
     def _expect(self, *statuses: SlotStatus) -> None:
         found = self.status

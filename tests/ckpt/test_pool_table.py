@@ -341,3 +341,47 @@ def test_a_reader_never_sees_the_fields_of_two_images(row: SlotRow) -> None:
         reader.join(60)
     assert not wrong
     assert len(seen) > 1
+
+
+class FencedAsItIsClaimed:
+    """A row's words, of whose pool the fence is raised just before the status becomes FILLING."""
+
+    def __init__(self, words: memoryview, header: Header, generation: int) -> None:
+        self._words, self._header, self._generation = words, header, generation
+
+    def __getitem__(self, index: int | slice) -> int | memoryview:
+        return self._words[index]
+
+    def __setitem__(self, index: int, word: int) -> None:
+        if index == 0:
+            self._header.raise_fence(self._generation)
+        self._words[index] = word
+
+
+@pytest.mark.parametrize("status", [SlotStatus.FREE, SlotStatus.SEALED])
+def test_a_rank_that_was_stopped_before_it_claimed_takes_nothing_of_a_later_promise(
+    status: SlotStatus,
+) -> None:
+    words = memoryview(bytearray(TABLE_BYTES)).cast("Q")
+    header, row = Header(words), SlotRow(words, 3)
+    me = Writer(7, 8)
+    row.present()
+    row.claim(me, 2, State(1, 5), Due.NOWHERE)
+    if status is SlotStatus.SEALED:
+        row.written(100, 2)
+        row.sealed()
+        row.pin()
+    else:
+        row.free()
+    before = row.read()
+    late = SlotRow(words, 3)
+    late._row = FencedAsItIsClaimed(late._row, header, 2)  # type: ignore[assignment]
+    with pytest.raises(Stale):
+        late.claim(me, 2, State(1, 6), Due.NOWHERE)
+    after = row.read()
+    assert (after.status, after.state, after.size_bytes) == (
+        status,
+        before.state,
+        before.size_bytes,
+    )
+    assert row.pinned is (status is SlotStatus.SEALED)

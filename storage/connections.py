@@ -237,11 +237,12 @@ class Connections:
             raise
 
     def _connected(self) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
-        connection.response_class = _Response
         try:
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+            connection.response_class = _Response
             connection.connect()
-        except OSError as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            # ValueError: a host name that cannot be one. Addresses come from others.
             raise NotConnected(_words(error)) from error
         return connection
 

@@ -80,13 +80,14 @@ def eventually(is_so: Callable[[], bool], what: str, timeout_s: float = WAIT_S) 
 class KeeperHost:
     """One host of the kit: its configuration, its directories, its keeper processes.
 
-    `last`: the keeper that was started last.
+    `last`: the keeper that was started last. `module`: what is run as its keeper.
     """
 
     directory: Path
     config: KeeperConfig
     environment: dict[str, str]
     last: subprocess.Popen[bytes] | None = None
+    module: str = "keepstep.ckpt.keeper"
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -99,7 +100,7 @@ class KeeperHost:
         self.config.write(path)
         with (self.directory / f"{self.config.host}.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "keepstep.ckpt.keeper", str(path)],
+                [sys.executable, "-m", self.module, str(path)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

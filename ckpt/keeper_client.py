@@ -52,7 +52,8 @@ class KeeperClient:
 
     def __init__(self, host_dir: Path, timeout_s: float) -> None:
         self._path = HostDir(host_dir).control
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        """How long one answer may take."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(timeout_s)
         try:
@@ -119,7 +120,7 @@ class KeeperClient:
 
     def _gone(self, error: Exception) -> KeeperGone:
         return KeeperGone(
-            f"no answer from the keeper at {self._path} within {self._timeout_s} s: {error}; "
+            f"no answer from the keeper at {self._path} within {self.timeout_s} s: {error}; "
             f"it is started with the job, and started again when it dies"
         )
 

@@ -27,10 +27,10 @@ class KeeperLine:
     """Asks the keeper of this host, again if it dies. All methods raise as `KeeperClient`'s.
 
     Args:
-        client: connected, not attached; stays the caller's.
+        client: connected, not attached; stays the caller's. A successor's answers may take as long.
         host_dir: where a successor is found.
         job, rank: who asks.
-        timeout_s: how long a successor may take to come, and each of its answers.
+        timeout_s: how long a successor may take to come.
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class KeeperLine:
         return client.attach(self._job, self._rank, me.pid, me.ticks)
 
     def _again(self, call: Callable[[KeeperClient], T], *, is_attaching: bool = False) -> T:
-        deadline_s = time.monotonic() + self._timeout_s
         try:
             return call(self._own or self._client)
         except KeeperGone as error:
             gone = error
+        deadline_s = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline_s:
             time.sleep(_PAUSE_S)
             try:
                 self.close()
-                self._own = KeeperClient(self._host_dir, self._timeout_s)
+                self._own = KeeperClient(self._host_dir, self._client.timeout_s)
                 if not is_attaching:
                     self._attach(self._own)
                 return call(self._own)

@@ -39,7 +39,10 @@ from keepstep.storage.token import TOKEN_VARIABLE, Token, find_token
 
 _POLL_S = 0.02
 _LEAVE_S = 10.0
-_ENTER_S = 60.0
+_SEALED_S = 60.0
+_ANSWER_S = 900.0
+"""How long this host's keeper may take: it verifies or touches all of its memory first, which may
+be hundreds of GB. That it has died is seen at once."""
 _THREADS_MAX = 4
 _NOTHING = Captured(0.0, 0.0, "", Due.NOWHERE, Due.NOWHERE, "")
 
@@ -127,8 +130,8 @@ class LibraryRun:
             self.snapshots.confirm_plan()
             return
         # The keepers know one structure: what the older plan captured is sealed by that first.
-        sealed = self.snapshots.wait_sealed(_ENTER_S)
-        late = None if sealed else f"its keeper has sealed nothing for {_ENTER_S:.0f} s"
+        sealed = self.snapshots.wait_sealed(_SEALED_S)
+        late = None if sealed else f"its keeper has sealed nothing for {_SEALED_S:.0f} s"
         agree(self._group, "planning anew", late)
         self.snapshots.close()
         self.snapshots = Snapshots(self._registry, structure, self._host.config.job)
@@ -198,7 +201,7 @@ class LibraryRun:
             threads=min(_THREADS_MAX, self._host.cores_per_rank()),
             tell=self._events.append,
         )
-        with KeeperClient(host_dir, config.patience_s) as client:
+        with KeeperClient(host_dir, _ANSWER_S) as client:
             home = Home(
                 host=config.host,
                 rack=config.rack,
@@ -252,7 +255,7 @@ class LibraryRun:
             problem = str(error)
         agree(self._group, "opening the pools", problem)
 
-    def _client(self, timeout_s: float = _ENTER_S) -> KeeperClient:
+    def _client(self, timeout_s: float = _ANSWER_S) -> KeeperClient:
         """A line to this host's keeper, attached. Raises KeeperError."""
         me = this_process()
         client = KeeperClient(host_dir_of(self._host.config), timeout_s)

@@ -183,6 +183,9 @@ def test_hosts_that_lost_their_memory_go_on_from_their_disks(tmp_path: Path) -> 
         data = bytearray(image.read_bytes())
         data[5_000] ^= 1
         image.write_bytes(bytes(data))
+        for keeper in keepers.values():  # without an image, they may have ended by themselves
+            keeper.kill()
+            keeper.start()
         older = agreed(run_ranks(4, begin_again, place, (2, 2)))
     assert older.base == State(1, 2)
     assert len(older.passed_over) == 1

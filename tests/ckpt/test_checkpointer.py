@@ -75,6 +75,22 @@ def test_what_is_asked_at_the_wrong_moment_is_refused_and_a_late_save_says_so(
     assert not list((tmp_path / "shm").glob("*"))
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_memory_that_takes_longer_than_patience_to_make_is_waited_for(tmp_path: Path) -> None:
+    checkpointer = keepstep.Checkpointer(
+        str(tmp_path / "store"),
+        job="library",
+        run_dir=tmp_path / "run",
+        tiers=keepstep.Tiers(peers=0),
+        keeper=keepstep.KeeperOptions(shm_dir=str(tmp_path / "shm"), patience_s=0.01),
+    )
+    checkpointer.add_module(nn.ParameterDict({"w": torch.zeros(10_000_000)}))
+    with checkpointer:
+        assert checkpointer.begin() == 0
+        assert checkpointer.capture(1).skipped == ""
+
+
 KILLED = """
 import os, sys, time, signal
 from pathlib import Path

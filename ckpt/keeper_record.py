@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from keepstep.ckpt.tenure import Tenure
 from keepstep.ckpt.tiers import Tiers
 
 RECORD_BYTES_MAX = 1 << 24
+RESERVED_BYTES = 1 << 16
 
 
 class SavedTenure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,14 +55,33 @@ class KeeperRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenure: SavedTenure | None = None
 
     def write(self, path: Path) -> None:
-        """Replace the file atomically. Durable on return, as far as its file system is."""
-        draft = path.with_name(f"{path.name}.new")
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        """Replace the file atomically. Durable on return, as far as its file system is.
+
+        The room for the next write is taken beforehand: a promise can be given though others have
+        filled the file system since.
+        """
+        data, draft = encode(self), path.with_name(f"{path.name}.new")
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as file:
-            file.write(encode(self))
+            file.write(data)
             file.flush()
+            os.ftruncate(fd, len(data))
             os.fsync(fd)
         os.replace(draft, path)
+        _reserve(draft, max(RESERVED_BYTES, 2 * len(data)))
+
+
+def _reserve(draft: Path, size_bytes: int) -> None:
+    """Take room for the next write, if there is any."""
+    try:
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 def read_record(path: Path) -> KeeperRecord:

@@ -157,7 +157,8 @@ def to_drop(
 
     None may before a state of the tenure's generation is here whole. Then those go that are off the
     lineage (of an older generation, and above the base), those that were never finished, and those
-    that `policy` lets go.
+    that `policy` lets go. Where there are other hosts, two stay at least: the others may have only
+    the one before the newest yet, and one state must be on all disks.
 
     Args:
         present: the ranks of each state whose images are here.
@@ -185,9 +186,10 @@ def to_drop(
     ]
     staying.sort(key=lambda state: (state.step, state.generation))
     if policy.keep:
+        keep = max(policy.keep, 2 if len(tenure.addresses) > 1 else 1)
         going |= {
             state
-            for state in staying[: -policy.keep]
+            for state in staying[:-keep]
             if not policy.keep_every or state.step % policy.keep_every
         }
     return sorted(going - set(protected))

@@ -21,7 +21,7 @@ from tests.kit.shelved import (
 )
 from tests.kit.slow_store import Gate, Outage
 
-from keepstep.ckpt.disk_tier import DiskTier
+from keepstep.ckpt.disk_tier import DiskTier, to_drop
 from keepstep.ckpt.drain_jobs import Jobs
 from keepstep.ckpt.drains import Drains
 from keepstep.ckpt.errors import FormatError
@@ -552,3 +552,15 @@ def test_slots_are_told_free_up_to_the_oldest_that_is_needed() -> None:
         jobs.end(ticket)
         assert ear.drained_steps.get(0, []) == told
     assert jobs.levels() == {0: 30}
+
+
+@pytest.mark.parametrize(("hosts", "going"), [((0, 0), [10, 20]), ((0, 1), [10])])
+def test_where_there_are_other_hosts_their_disks_may_lag_a_state_behind(
+    hosts: tuple[int, int], going: list[int]
+) -> None:
+    """Else, when all memory is lost at once, no state would be on the disks of all."""
+    policy = TierPolicy(keep=1)
+    tenure = tenure_of(hosts=hosts, disk=policy)
+    present = {at(step): set(tenure.ranks) for step in (10, 20, 30)}
+    dropped = to_drop(present, tenure, tenure.ranks, policy, ())
+    assert [state.step for state in dropped] == going

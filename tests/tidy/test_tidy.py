@@ -44,6 +44,7 @@ PURE = [
             "plan",
             "checksum",
             "document",
+            "encoding",
             "image",
             "manifest",
             "entry",

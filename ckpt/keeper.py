@@ -33,6 +33,7 @@ from keepstep.ckpt.keeper_events import KeeperEvents
 from keepstep.ckpt.keeper_memory import KeeperMemory
 from keepstep.ckpt.keeper_record import KeeperRecord, read_record
 from keepstep.ckpt.keeper_services import Services, open_disk
+from keepstep.ckpt.last_words import end_with_any_thread
 from keepstep.ckpt.manifest import State
 from keepstep.ckpt.once import Once
 from keepstep.ckpt.pool import Pool
@@ -256,7 +257,6 @@ def _hold(place: HostDir, config: KeeperConfig) -> HostDir:
 
 def main(arguments: list[str]) -> int:
     """Run a keeper. Exit code 0: ended as it should; 2: bad configuration; 3: there is one."""
-    os.umask(0o077)
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m keepstep.ckpt.keeper CONFIG.json\n")
         return 2
@@ -273,6 +273,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"keeper: {error}\n")
         return 3
     setproctitle.setproctitle(f"keepstep: keeper host {config.host} run {config.job}")
+    end_with_any_thread(events.tell)
     # The lock ends with this process: until then its threads may write to the memory.
     Keeper(config, place, events).run()
     return 0

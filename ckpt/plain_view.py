@@ -95,6 +95,8 @@ class PlainView:
         if image is None:
             self._store.read_into(key, offset, target)
             return
+        if offset < 0:
+            raise ValueError(f"read_into {key!r}: offset {offset} is negative")
         view = as_bytes_view(target)
         if offset + view.nbytes > image.record.size_bytes:
             raise self._cut(image, f"bytes {offset} to {offset + view.nbytes} asked for")

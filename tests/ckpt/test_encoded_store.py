@@ -159,6 +159,9 @@ def test_any_range_is_that_of_the_plain_image(
         assert bytes(target) == data[start:end]
     with pytest.raises(Truncated):
         view.get_range(key, len(data) - 1, 2)
+    for offset, length in ((-1, 4), (0, -1)):
+        with pytest.raises(ValueError):
+            view.get_range(key, offset, length)
 
 
 def test_the_view_passes_all_else_on_and_takes_nothing(

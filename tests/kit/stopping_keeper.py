@@ -65,7 +65,8 @@ class _Stopper:
         with self._lock:
             is_first, self._is_over = not self._is_over, True
         if is_first:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # At this thread: it gets no further. (To the process, any thread may take the signal.)
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def install(stop: Stop) -> None:

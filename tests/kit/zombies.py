@@ -160,11 +160,16 @@ class World:
             operation, path, is_after = case.stop
             stop = Stop(operation, path, str(self._armed), is_after)
             self.hosts[0].module = "tests.kit.stopping_keeper"
-            self.hosts[0].environment |= {VARIABLE: stop.encoded(), "PYTHONPATH": str(_ROOT)}
+            paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            self.hosts[0].environment |= {
+                VARIABLE: stop.encoded(),
+                "PYTHONPATH": os.pathsep.join(paths),
+            }
         for host in self.hosts:
             host.start()
         self.store: Store = open_store(str(directory / "store"))
         self._zombie_rank: subprocess.Popen[str] | None = None
+        self.wrong: list[str] = []
 
     # Generation 1.
 
@@ -223,6 +228,7 @@ class World:
             self._step(ranks, step, due)
         if commits:
             self._wait_committed(State(2, base.step + 2))
+        time.sleep(SETTLE_S)  # for what follows a commit: the collection of older states
         return base, ranks
 
     def wake(self, old: KitRank, *, lands: str) -> tuple[str, ...]:
@@ -238,7 +244,10 @@ class World:
         assert keeper is not None
         keeper.send_signal(signal.SIGCONT)
         said = tuple(self._capture_again(old, step) for step in (LAST + 1, LAST + 2))
-        eventually(lambda: bool(self.hosts[0].events("superseded")), "the sleeper hears of it")
+        try:
+            eventually(lambda: bool(self.hosts[0].events("superseded")), "the sleeper hears of it")
+        except AssertionError as error:
+            self.wrong.append(str(error))
         if lands:
             eventually(lambda: self.is_there(lands), f"{lands} lands")
         time.sleep(SETTLE_S)
@@ -253,7 +262,7 @@ class World:
     def holdings(self, base: State) -> Holdings:
         """What must not change."""
         root = self._directory / "store"
-        entries = sorted(path for path in (root / "log").rglob("*") if path.is_file())
+        entries = sorted(path for path in (root / "log").glob("*/[0-9]*") if path.is_file())
         referred: dict[str, str] = {}
         for commit in Log(self.store).read().live:
             keys = [manifest_key(commit.state), *(image_key(commit.state, rank) for rank in (0, 1))]
@@ -420,6 +429,7 @@ def run_case(directory: Path, case: Case, *, commits: bool) -> Outcome:
             base=base,
             landed=bool(lands) and world.is_there(lands),
             zombie_said=said,
+            wrong=list(world.wrong),
         )
         for name in ("log", "referred", "held"):
             mine, theirs = getattr(before, name), getattr(after, name)

@@ -33,6 +33,15 @@ DISK_WRITERS = 2
 """One stream does not quite fill a disk; more than two only make it seek and sync."""
 
 UPLOADS = 4
+
+PAUSES_IN_PATIENCE = 10
+"""The longest pause after failures is this part of a patience: a run that waits at its end for one
+patience finds out in time that a store has been mended."""
+
+DISK_PARTS = 5
+"""A disk that fails for this part of a patience is not waited for any more: a run that waits at its
+end for one patience must not fail over copies that it can do without."""
+
 _VERIFIERS = 2
 
 
@@ -45,7 +54,8 @@ class Drains:
         shelf: where images are held while they are read.
         reporter: hears how far ranks' slots are free, of commits, and of all that goes wrong.
         job: the job's name.
-        patience_s: after so long a failure a tier is not waited for any more with a slot.
+        patience_s: after so long a failure the store is not waited for any more with a slot, and
+            the disk after a part of it.
         compresses: whether images are encoded on their way to the store, where that pays.
     """
 
@@ -76,14 +86,21 @@ class Drains:
             patience_s,
             compresses,
         )
-        self._store_lane = Lane("upload", UPLOADS, self._to_store, patience_s)
+        pause_max_s = patience_s / PAUSES_IN_PATIENCE
+        self._store_lane = Lane("upload", UPLOADS, self._to_store, pause_max_s)
         self._disk_lane: Lane | None = None
         self._to_disk: ToDisk | None = None
         if disk is not None:
             self._to_disk = ToDisk(
-                disk, self._jobs, shelf, self._store_lane, reporter, self._verifiers, patience_s
+                disk,
+                self._jobs,
+                shelf,
+                self._store_lane,
+                reporter,
+                self._verifiers,
+                patience_s / DISK_PARTS,
             )
-            self._disk_lane = Lane("disk", DISK_WRITERS, self._to_disk, patience_s)
+            self._disk_lane = Lane("disk", DISK_WRITERS, self._to_disk, pause_max_s)
 
     def enter(self, tenure: Tenure) -> None:
         """See `Service.enter`. What is void or can never be committed any more is let go."""

@@ -30,7 +30,7 @@ class ToDisk:
         store_lane: takes over what is due in the store.
         reporter: hears what goes wrong.
         verifiers: whose threads verify.
-        patience_s: after so long a failure the disk is not waited for with a slot.
+        give_up_s: after so long a failure the disk is not waited for.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ToDisk:
         store_lane: Lane,
         reporter: Reporter,
         verifiers: Executor,
-        patience_s: float,
+        give_up_s: float,
     ) -> None:
         self._disk = disk
         self._jobs = jobs
@@ -50,7 +50,7 @@ class ToDisk:
         self._reporter = reporter
         self._telling = DrainTelling(reporter, Tier.DISK)
         self._verifiers = verifiers
-        self._patience_s = patience_s
+        self._give_up_s = give_up_s
         self._lock = threading.Lock()
         self._promised = 0
         self._owners: tuple[Tenure, frozenset[int]] | None = None
@@ -91,7 +91,7 @@ class ToDisk:
     def failed(self, failure: Failure) -> None:
         """See `LaneWork.failed`."""
         self._telling.failed(failure)
-        if failure.failing_s < self._patience_s:
+        if failure.failing_s < self._give_up_s:
             return
         with self._lock:
             fresh = [ticket for ticket in failure.waiting if ticket not in self._gave_up]

@@ -54,7 +54,11 @@ class Bench:
         begin_generation(self.store)
 
     def drains(
-        self, store: Store | None = None, disk: Store | None = None, has_disk: bool = True
+        self,
+        store: Store | None = None,
+        disk: Store | None = None,
+        has_disk: bool = True,
+        patience_s: float = PATIENCE_S,
     ) -> Drains:
         at, on = store or self.store, disk or self.disk
         made = Drains(
@@ -63,7 +67,7 @@ class Bench:
             self.shelf,
             self.ear,
             job=JOB,
-            patience_s=PATIENCE_S,
+            patience_s=patience_s,
         )
         self._open.append(made)
         return made
@@ -302,6 +306,18 @@ def test_a_disk_that_fails_for_long_is_passed_over(bench: Bench) -> None:
     bench.ear.wait_committed(at(20))
     bench.ear.wait_event("drain_recovered")
     assert steps_on(bench.disk) == {20}
+
+
+def test_a_bad_disk_holds_no_state_for_a_patience(bench: Bench) -> None:
+    """A run waits one patience at its end: it would fail over a disk that it can do without."""
+    drains = bench.drains(disk=Outage(bench.disk, NoSpace), patience_s=6.0)
+    drains.enter(tenure_of())
+    for step in (10, 20):
+        began_s = time.monotonic()
+        bench.host.seal(shelve(at(step)), drains.sealed)
+        bench.ear.wait_drained(0, step)
+        bench.ear.wait_committed(at(step))
+        assert time.monotonic() - began_s < 6.0
 
 
 def test_damage_in_memory_gets_nowhere_and_is_named(bench: Bench) -> None:

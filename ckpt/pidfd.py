@@ -21,7 +21,7 @@ def watch_process(process: Writer) -> int | None:
         return None
     try:
         fd = os.pidfd_open(process.pid)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # larger than any pid: from a damaged table
         return None
     if not is_running(process) or has_exited(fd):
         os.close(fd)

@@ -310,7 +310,10 @@ def _check_file(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         raise PoolDamaged(f"{path} is not a file of user {os.geteuid()}; remove it")
     if found.st_size < TABLE_BYTES:
-        raise PoolDamaged(f"{path} has {found.st_size} bytes, a pool {TABLE_BYTES} or more")
+        raise PoolDamaged(
+            f"{path} has {found.st_size} bytes, a pool {TABLE_BYTES} or more; remove it with "
+            "`keepstep clean`"
+        )
 
 
 def _allocate(fd: int, start: int, length: int, purpose: str) -> None:

@@ -9,6 +9,7 @@ table, a temporary directory has its maker's name.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -124,6 +125,10 @@ def _in_pool(place: HostDir) -> tuple[State | None, str]:
         pool = Pool.open(place.pool)
     except (FileNotFoundError, PoolDamaged):
         return None, ""
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return None, ""  # a link is no pool; what it leads to is not touched
     with pool:
         states = []
         writers = {seat.writer: seat.rank for seat in pool.seats if seat.is_taken}

@@ -145,6 +145,20 @@ def test_a_directory_without_a_good_pool_is_dead(shm: Path, content: bytes | Non
     assert not shm.exists()
 
 
+def test_a_link_in_the_place_of_a_pool_stops_no_cleaning_and_is_not_followed(
+    shm: Path, tmp_path: Path
+) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.write_bytes(b"kept")
+    make_host_dir(shm, "job", "h0").pool.symlink_to(theirs)
+    make_host(shm, "h1")
+    found = found_in(shm)
+    assert [leftover.is_dead for leftover in found] == [True, True]
+    assert [free(leftover) for leftover in found] == ["", ""]
+    assert theirs.read_bytes() == b"kept"
+    assert not shm.exists()
+
+
 def test_what_is_not_a_host_directory_is_left_alone(shm: Path, tmp_path: Path) -> None:
     make_host(shm)
     theirs = tmp_path / "theirs"

@@ -6,6 +6,7 @@ Each check gives one `Finding`. Nothing here raises for what a check is about: t
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -156,6 +157,9 @@ def _directory(directory: str) -> Finding:
 
 def check_disk(directory: str, bytes_max: int, bytes_per_s_min: float) -> Finding:
     """The speed of a disk for files of the size of images. Writes at most `bytes_max`."""
+    if not os.path.isdir(directory):
+        fix = f"mkdir -p {shlex.quote(directory)}, or name another: --disk DIR"
+        return failed("disk", f"there is no directory {directory}", fix)
     try:
         trial = try_disk(directory, bytes_max)
     except NoSpace as error:

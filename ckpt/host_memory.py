@@ -9,6 +9,8 @@ HEADROOM_BYTES = 64 << 20
 """Left to the rest of the machine."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_NO_LIMIT_BYTES = 1 << 62
+"""Version 1 has no word for "no limit": it shows the greatest number of whole pages below 2**63."""
 
 
 def available_bytes(cgroups: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
@@ -71,7 +73,7 @@ def _numbers(directory: Path, limit: str, usage: str, cache: str) -> int | None:
     """The limit less what is in use and cannot be dropped; None without a limit here."""
     try:
         text = (directory / limit).read_text().strip()
-        if text == "max":
+        if text == "max" or int(text) >= _NO_LIMIT_BYTES:
             return None
         used = int((directory / usage).read_text())
         stats = dict(

@@ -28,7 +28,7 @@ from keepstep.trainer.launch import (
     run_ranks,
     warm_up,
 )
-from keepstep.trainer.progress import Display, summary
+from keepstep.trainer.progress import Display, summary, way_on
 from keepstep.trainer.rundir import RunDir, hold_run_dir
 from keepstep.trainer.signals import StopNow, allow_stop
 
@@ -71,6 +71,8 @@ def train(arguments: Arguments, console: Console) -> None:
     except (TrainerError, CheckpointError, StoreError, StopNow) as error:
         kind = "failed" if isinstance(error, RankFailed | StopNow) else "refused"
         events.append(kind, str(error))
+        if isinstance(error, RankFailed):
+            display.say(way_on(run_dir.log_path(error.rank), config.run.patience_s))
         raise
     finally:
         display.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from keepstep.ckpt.events import read_events
 from keepstep.trainer.metrics import read_metrics
@@ -47,9 +48,9 @@ class Display:
             self._show(report)
 
     def show_keepers(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Show what keepers have written to the event file."""
+        """Show what keepers have written to the event file, and that one has died."""
         for event in events:
-            if event["role"] == "keeper":
+            if event["role"] == "keeper" or event["event"] == "keeper_died":
                 details = {"host": event["host"], **event}
                 self.show({"kind": "event", **event, "details": details})
 
@@ -108,7 +109,7 @@ class Display:
                 TextColumn("step"),
                 MofNCompleteColumn(),
                 BarColumn(),
-                TimeRemainingColumn(),
+                TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
                 TextColumn("{task.fields[words]}"),
                 console=self._console,
                 auto_refresh=False,
@@ -137,6 +138,15 @@ def _event_line(report: Mapping[str, Any]) -> str:
             f"a checkpoint has {mebibytes(details['checkpoint_bytes'])}"
         )
     return line
+
+
+def way_on(log_path: Path, patience_s: float) -> list[str]:
+    """What to do after a rank has failed."""
+    return [
+        "to go on: give the same command again; it resumes from the newest state that is left",
+        f"          within {patience_s:g} s one in memory; later, one on disk or in the store",
+        f"log of that rank: {log_path}",
+    ]
 
 
 def summary(run_dir: Path, store: str) -> list[str]:

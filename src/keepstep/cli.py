@@ -134,6 +134,8 @@ def show(
     from keepstep.ckpt.log import read_entries
     from keepstep.ckpt.reader import open_checkpoint
 
+    if on_host and not sources:
+        raise UsageFault("--on belongs to --sources: add that, or leave --on out")
     place, step = _open(store)
     lineage = _read(place)
     if sources:

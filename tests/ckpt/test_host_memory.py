@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from keepstep.ckpt.host_memory import available_bytes
+from keepstep.ckpt.host_memory import available_bytes, limit_left_bytes
 
 GB = 1 << 30
 
@@ -61,3 +61,10 @@ def test_limits_of_the_older_kind_are_read(tmp_path: Path, own: Path) -> None:
 def test_more_used_than_allowed_is_less_than_nothing(tmp_path: Path, own: Path) -> None:
     write_limit(tmp_path / "pod" / "box", V2, (1 << 28, 1 << 29, 0))
     assert available_bytes(tmp_path, own) < 0
+
+
+def test_the_greatest_number_of_version_1_is_no_limit(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("4:memory:/box\n")
+    write_limit(tmp_path / "memory" / "box", V1, ((1 << 63) - 4096, GB, 0))
+    assert limit_left_bytes(tmp_path, own) is None

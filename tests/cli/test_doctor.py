@@ -229,7 +229,10 @@ def test_a_slow_disk_or_none_fails(tmp_path: Path) -> None:
     slow = check_disk(str(tmp_path), 16 << 20, 1e15)
     assert (slow.verdict, slow.check) == (Verdict.FAILED, "disk")
     assert "expected at least" in slow.fix
-    assert check_disk(str(tmp_path / "none"), 16 << 20, 0).verdict is Verdict.FAILED
+    none = check_disk(str(tmp_path / "none"), 16 << 20, 0)
+    assert none.verdict is Verdict.FAILED
+    assert none.what == f"there is no directory {tmp_path / 'none'}"
+    assert none.fix.startswith("mkdir -p ")
 
 
 def test_a_disk_is_never_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,3 +138,11 @@ def test_a_snapshot_is_shown_by_region_with_the_hosts_that_have_it(
     assert "not committed: a snapshot alone" in out
     assert "peer of h1" in out
     assert "memory of h0" in out
+
+
+def test_a_reading_host_without_sources_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, err, status = run(capsys, "show", str(tmp_path), "--on", "h1")
+    assert status == 2
+    assert "--on belongs to --sources" in err

@@ -201,7 +201,10 @@ def test_a_killed_rank_ends_the_run_naming_the_cause(
     process, run_dir, output = running
     ranks(process)[0].kill()
     assert process.wait(180) == 1
-    assert "rank 0: killed by SIGKILL" in output.read_text()
+    said = output.read_text()
+    assert "rank 0: killed by SIGKILL" in said
+    assert "to go on: give the same command again" in said
+    assert f"log of that rank: {run_dir / 'logs' / 'rank-00000.log'}" in said
     assert told(run_dir)[-1]["event"] == "failed"
 
 

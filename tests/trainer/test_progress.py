@@ -71,3 +71,25 @@ def test_steps_and_lines_are_shown() -> None:
     assert "step 1/2  loss 1.5000" in file.getvalue()
     assert file.getvalue().endswith("run: x\n")
     assert lost == []
+
+
+def test_the_death_of_a_keeper_is_shown_though_the_launcher_tells_it() -> None:
+    shown = io.StringIO()
+    display = Display(Console(file=shown), lambda why: None)
+    died = {"host": "a", "reason": "host h0: its keeper (pid 7) ended with SIGKILL"}
+    display.show_keepers(
+        [
+            {"role": "launcher", "event": "keeper_died", **died},
+            {"role": "launcher", "event": "repaired", "host": "a", "reason": "cut a torn line"},
+        ]
+    )
+    assert shown.getvalue() == f"keeper died: {died['reason']}\n"
+
+
+def test_the_time_that_is_left_is_never_cut_on_a_terminal_of_80_columns() -> None:
+    shown = io.StringIO()
+    display = Display(Console(file=shown, force_terminal=True, width=80), lambda why: None)
+    for step in range(1, 5):
+        display.show({**STEP, "step": step, "steps": 1000, "grad_norm": "3.472", "loss": "5.7731"})
+    display.close()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown.getvalue().split("loss")[-2]

@@ -220,6 +220,9 @@ def _checked(value: object, kind: object, name: str) -> object:
     raise ConfigError(f"{name}: expected {expected}, found {value!r} ({type(value).__name__})")
 
 
+_PATIENCE_MAX_S = 604_800.0
+"""Beyond it the time-outs derived from it do not fit what the system counts in."""
+
 _LEAST: dict[str, float] = {
     "run.seed": 0,
     "run.steps": 0,
@@ -263,6 +266,11 @@ def _check_ranges(config: Config) -> None:
             raise ConfigError(f"{name}: expected at least {least:g}, found {value}")
         if math.isinf(value):
             raise ConfigError(f"{name}: expected a finite number, found {value}")
+    if config.run.patience_s > _PATIENCE_MAX_S:
+        raise ConfigError(
+            f"run.patience_s: expected at most {_PATIENCE_MAX_S:g} (a week), "
+            f"found {config.run.patience_s:g}"
+        )
     for name, value in (("beta1", config.optim.beta1), ("beta2", config.optim.beta2)):
         if value >= 1:
             raise ConfigError(f"optim.{name}: expected below 1, found {value}")

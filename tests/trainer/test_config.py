@@ -42,6 +42,7 @@ def test_a_file_overlays_the_defaults_and_settings_overlay_the_file(tmp_path: Pa
         ("parallel.schedule=gpipe", ["'1f1b', 'interleaved1f1b'", "'gpipe'"]),
         ("run.steps=-1", ["run.steps", "at least 0", "-1"]),
         ("run.patience_s=inf", ["run.patience_s", "finite", "inf"]),
+        ("run.patience_s=1e300", ["run.patience_s", "at most 604800", "1e+300"]),
         ("run.name=../x", ["run.name", "'../x'", "ASCII letters"]),
         ("model.rope_theta=0", ["model.rope_theta", "above 0"]),
         ("optim.lr=nan", ["optim.lr", "at least 0", "nan"]),

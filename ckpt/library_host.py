@@ -37,7 +37,8 @@ class KeeperOptions:
         shm_dir: where the memory of all states is; "": `/dev/shm/keepstep-<uid>`.
         disk_dir: of the local disk tier; "": none.
         slots: states of each rank that memory holds: 3, or 2 where it is short.
-        patience_s: the one time-out; also how long memory is held after the last rank has gone.
+        patience_s: the one time-out; also how long memory is held after the last rank has gone:
+            longer than a person takes to start the job again.
         token_file: with the job token, mode 0600; "": KEEPSTEP_TOKEN. Several hosts need one.
         bind: address that the keeper listens on for other hosts' keepers.
         advertise: the address told to them; "": `bind`.
@@ -50,7 +51,7 @@ class KeeperOptions:
     shm_dir: str = ""
     disk_dir: str = ""
     slots: int = 3
-    patience_s: float = 10.0
+    patience_s: float = 300.0
     token_file: str = ""
     bind: str = "127.0.0.1"
     advertise: str = ""

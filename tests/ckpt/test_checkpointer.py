@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import keepstep
 from keepstep.ckpt.errors import NotCommitted, NotRepresentable, WrongMoment
 from keepstep.ckpt.events import read_events
+from keepstep.trainer.config import load_config
 
 
 def _made(directory: Path) -> keepstep.Checkpointer:
@@ -25,8 +26,12 @@ def _made(directory: Path) -> keepstep.Checkpointer:
         job="library",
         run_dir=directory / "run",
         tiers=keepstep.Tiers(peers=0),
-        keeper=keepstep.KeeperOptions(shm_dir=str(directory / "shm")),
+        keeper=keepstep.KeeperOptions(shm_dir=str(directory / "shm"), patience_s=10.0),
     )
+
+
+def test_memory_is_held_by_default_as_long_as_the_trainer_holds_it() -> None:
+    assert keepstep.KeeperOptions().patience_s == load_config(None).run.patience_s
 
 
 def test_the_package_is_light_until_it_is_used() -> None:

@@ -17,6 +17,7 @@ from keepstep.storage.token import TOKEN_VARIABLE
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "library.md"
 STEPS, STOP = 9, 5
+SHM = 'shm_dir=str(directory / "shm")'
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -29,6 +30,8 @@ def _examples() -> dict[str, str]:
 
 def _train(code: str) -> Callable[[Path, int], torch.nn.Module]:
     space: dict[str, Any] = {"__name__": "example"}
+    assert code.count(SHM) == 1
+    code = code.replace(SHM, f"{SHM}, patience_s=10.0")  # a failed test leaves no keeper for long
     exec(compile(code, str(DOCUMENT), "exec"), space)
     return space["train"]
 

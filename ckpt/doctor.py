@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from keepstep.ckpt.memory_room import MemoryRoom, memory_room
+from keepstep.ckpt.sizes import size_text
 from keepstep.storage.disk_trial import try_disk
 from keepstep.storage.errors import (
     Denied,
@@ -84,11 +85,11 @@ def check_memory(directory: str, pool_bytes: int) -> list[Finding]:
 
 
 def _memory(directory: str, room: MemoryRoom, pool_bytes: int) -> Finding:
-    limit = "none" if room.limit_left_bytes is None else f"{_size(room.limit_left_bytes)} left"
+    limit = "none" if room.limit_left_bytes is None else f"{size_text(room.limit_left_bytes)} left"
     what = (
-        f"{room.mount} ({room.kind}) has {_size(room.size_bytes)}, {_size(room.free_bytes)} free;"
-        f" the host has {_size(room.available_bytes)} available; container limit {limit}; a pool"
-        f" may have {_size(room.room_bytes)}"
+        f"{room.mount} ({room.kind}) has {size_text(room.size_bytes)},"
+        f" {size_text(room.free_bytes)} free; the host has {size_text(room.available_bytes)}"
+        f" available; container limit {limit}; a pool may have {size_text(room.room_bytes)}"
     )
     figures: Figures = {
         "mount": room.mount,
@@ -104,7 +105,7 @@ def _memory(directory: str, room: MemoryRoom, pool_bytes: int) -> Finding:
         fix = f"snapshots there would be as slow as a disk: put {directory} on a tmpfs (--shm-dir)"
         return Finding("memory", Verdict.FAILED, what, fix, figures)
     if pool_bytes > room.room_bytes:
-        fix = f"the pool needs {_size(pool_bytes)}: {_grow(room, pool_bytes)}"
+        fix = f"the pool needs {size_text(pool_bytes)}: {_grow(room, pool_bytes)}"
         return Finding("memory", Verdict.FAILED, what, fix, figures)
     if room.size_bytes < SHM_BYTES_MIN:
         fix = f"that is a container's default size: {_grow(room, SHM_BYTES_MIN)}"
@@ -170,9 +171,9 @@ def check_disk(directory: str, bytes_max: int, bytes_per_s_min: float) -> Findin
     how = "direct" if trial.is_direct else "through the page cache: no O_DIRECT here"
     what = (
         f"{directory}: write {_speed(trial.write_bytes_per_s)}, read"
-        f" {_speed(trial.read_bytes_per_s)} ({how}; {_size(trial.size_bytes)}); fsync of a small"
-        f" file {trial.fsync_ms:.1f} ms;"
-        f" {_size(trial.free_bytes)} of {_size(trial.total_bytes)} free"
+        f" {_speed(trial.read_bytes_per_s)} ({how}; {size_text(trial.size_bytes)});"
+        f" fsync of a small file {trial.fsync_ms:.1f} ms;"
+        f" {size_text(trial.free_bytes)} of {size_text(trial.total_bytes)} free"
     )
     figures: Figures = {
         "directory": directory,
@@ -204,7 +205,7 @@ def check_store(store: Store) -> list[Finding]:
         "put_ms": round(trial.put_ms, 3),
         "get_ms": round(trial.get_ms, 3),
     }
-    what = f"{store.url}: put of 4 KiB {trial.put_ms:.1f} ms, get {trial.get_ms:.1f} ms"
+    what = f"{store.url}: put of 4.10 kB {trial.put_ms:.1f} ms, get {trial.get_ms:.1f} ms"
     findings = [Finding("store", Verdict.GOOD, what, "", figures)]
     if not trial.is_same:
         fix = "it gives back other bytes than it was given: do not use it"
@@ -303,13 +304,6 @@ def _clock(ahead_s: float, within_s: float) -> str:
     if abs(ahead_s) > _CLOCK_TOLD_S + within_s:
         return f"{text}; nothing compares clocks, but a server may refuse requests: set it (NTP)"
     return text
-
-
-def _size(size_bytes: float) -> str:
-    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
-        if size_bytes >= unit:
-            return f"{size_bytes / unit:.1f} {name}"
-    return f"{size_bytes / 1024:.0f} KiB"
 
 
 def _speed(bytes_per_s: float) -> str:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from keepstep.ckpt.events import read_events
+from keepstep.ckpt.sizes import size_text
 from keepstep.trainer.metrics import read_metrics
 
 LINE_EVERY_STEPS = 10
@@ -20,11 +21,6 @@ _QUIET_EVENTS = frozenset(
     ("retired", "keeper_started", "keeper_ended", "hint_failed", "client_refused")
 )
 _AT_STEP = frozenset(("evaluated", "stopped"))
-
-
-def mebibytes(size_bytes: float) -> str:
-    """A size for people."""
-    return f"{size_bytes / (1 << 20):.2f} MiB"
 
 
 class Display:
@@ -95,7 +91,7 @@ class Display:
         if self._console.is_terminal:
             self._advance(step, steps, words)
         elif step == 1 or step % LINE_EVERY_STEPS == 0 or step == steps:
-            sent = "  ".join(f"{axis} {mebibytes(n)}" for axis, n in report["comm_bytes"].items())
+            sent = "  ".join(f"{axis} {size_text(n)}" for axis, n in report["comm_bytes"].items())
             self._console.print(
                 f"step {step}/{steps}  {words}  {report['step_ms']:.0f} ms  sent {sent}",
                 highlight=False,
@@ -135,7 +131,7 @@ def _event_line(report: Mapping[str, Any]) -> str:
         layout = ",".join(f"{axis}={size}" for axis, size in sizes.items())
         line += (
             f"; layout {layout}; generation {details['generation']}; "
-            f"a checkpoint has {mebibytes(details['checkpoint_bytes'])}"
+            f"a checkpoint has {size_text(details['checkpoint_bytes'])}"
         )
     return line
 
@@ -180,7 +176,7 @@ def summary(run_dir: Path, store: str) -> list[str]:
     last = committed[-1]
     lines.append(
         f"saved: step{'s' if len(kept) > 1 else ''} {', '.join(map(str, kept))} "
-        f"({mebibytes(last['size_bytes'])} each) in {store}"
+        f"({size_text(last['size_bytes'])} each) in {store}"
     )
     name = shlex.quote(store)
     newest = shlex.quote(f"{store}@{last['step']}")

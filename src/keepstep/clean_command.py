@@ -73,7 +73,8 @@ def _as_json(leftover: Leftover, outcome: str) -> dict[str, object]:
 
 
 def _print(found: list[Leftover], outcomes: list[str], is_freed: bool) -> None:
-    from keepstep.views import age_text, size_text
+    from keepstep.ckpt.sizes import size_text
+    from keepstep.views import age_text
 
     if not found:
         sys.stdout.write("nothing is left by any job of this user on this host\n")

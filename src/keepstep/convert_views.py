@@ -17,7 +17,8 @@ from keepstep.ckpt.hf_export import Exported
 from keepstep.ckpt.hf_import import Imported
 from keepstep.ckpt.manifest import Manifest
 from keepstep.ckpt.reshard import Resharded
-from keepstep.views import count_text, size_text
+from keepstep.ckpt.sizes import size_text
+from keepstep.views import count_text
 
 _SHOWN_MAX = 20
 _VALUE_CHARS_MAX = 60

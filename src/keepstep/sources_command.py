@@ -22,6 +22,7 @@ from keepstep.ckpt.errors import NoSuchState
 from keepstep.ckpt.explain import SPEEDS, Explanation, explain
 from keepstep.ckpt.lineage import Lineage, state_words
 from keepstep.ckpt.mosaic import Distance
+from keepstep.ckpt.sizes import size_text
 from keepstep.ckpt.survey import Survey, other_inventories, racks_of
 from keepstep.storage.store import Store
 from keepstep.storage.token import TOKEN_VARIABLE, Token, find_token
@@ -122,7 +123,7 @@ def show_sources(found: Explanation, notes: Sequence[str], console: Console) -> 
         ("state", f"{state_words(found.state)}, {committed}"),
         ("read on", reader),
         *(
-            (kind, f"{views.size_text(size)} at {SPEEDS[kind][0] / 1e9:.1f} GB/s")
+            (kind, f"{size_text(size)} at {SPEEDS[kind][0] / 1e9:.1f} GB/s")
             for kind, size in found.bytes_by_speed.items()
         ),
         ("predicted", f"{found.seconds:.2f} s for one host that reads all of it"),
@@ -134,7 +135,7 @@ def show_sources(found: Explanation, notes: Sequence[str], console: Console) -> 
     for one in found.images[:_IMAGES_SHOWN_MAX]:
         first, *others = map(str, one.places) if one.places else ["nowhere"]
         images.add_row(
-            str(one.image), views.size_text(one.size_bytes), Text(first), Text(", ".join(others))
+            str(one.image), size_text(one.size_bytes), Text(first), Text(", ".join(others))
         )
     console.print(images)
     if len(found.images) > _IMAGES_SHOWN_MAX:

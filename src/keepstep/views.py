@@ -36,23 +36,11 @@ from keepstep.ckpt.inspect import (
 )
 from keepstep.ckpt.lineage import Committed, Lineage, Status, state_words
 from keepstep.ckpt.manifest import Manifest
+from keepstep.ckpt.sizes import size_text
 
 _COLOURS = {Status.LIVE: "green", Status.VOID: "dim", Status.BAD: "red", Status.RETIRED: "dim"}
 _SHOWN_STATES = 8
 _SHOWN_ABOVE = frozenset({"step", "layout"})
-
-
-def size_text(size_bytes: int) -> str:
-    """A size in decimal units, three digits: "812 B", "4.10 kB", "1.07 GB"."""
-    if size_bytes < 1000:
-        return f"{size_bytes} B"
-    size = float(size_bytes)
-    for unit in ("kB", "MB", "GB", "TB"):
-        size /= 1000
-        if size < 999.5 or unit == "TB":
-            break
-    digits = 2 if size < 9.995 else 1 if size < 99.95 else 0
-    return f"{size:.{digits}f} {unit}"
 
 
 def age_s(at: str, now: datetime) -> float:

@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from keepstep.views import age_s, age_text, count_text, size_text
+from keepstep.ckpt.sizes import size_text
+from keepstep.views import age_s, age_text, count_text
 
 
 @pytest.mark.parametrize(

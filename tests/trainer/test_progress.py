@@ -22,7 +22,7 @@ STEP: dict[str, Any] = {
     "lr": 0.1,
     "tokens_per_s": 10.0,
     "step_ms": 3.0,
-    "comm_bytes": {"dp": 1},
+    "comm_bytes": {"dp": 4 << 20},
 }
 
 
@@ -69,6 +69,7 @@ def test_steps_and_lines_are_shown() -> None:
     display.show(STEP)
     display.say(["run: x"])
     assert "step 1/2  loss 1.5000" in file.getvalue()
+    assert file.getvalue().splitlines()[0].endswith("sent dp 4.19 MB")  # in the unit of `ls`
     assert file.getvalue().endswith("run: x\n")
     assert lost == []
 

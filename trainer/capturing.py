@@ -26,6 +26,9 @@ Tell = Callable[..., None]
 """`tell(kind, reason, **details)`: an event of this rank."""
 
 _POLL_S = 0.05
+_TOLD_AFTER_S = 2.0
+"""Waiting that takes longer is told: a person thinks that the run hangs."""
+_TOLD_EVERY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,27 +123,28 @@ class Capturing:
         made = self._capture(step, due, agreed)
         return self.lag(step, made.blocked_ms, captured=not made.skipped)
 
-    def save_last(self, step: int, patience_s: float) -> None:
+    def save_last(self, step: int, patience_s: float, way_out: str = "Ctrl-C twice") -> None:
         """Capture the state after `step`, the last, and wait until it is committed. Collective.
 
         Waits until memory is free for it and no older state is still on its way, as long as
-        something gets on.
+        something gets on. Waiting of more than a moment is told (`waiting`).
+
+        Args:
+            step: the last.
+            patience_s: so long may nothing get on.
+            way_out: what a person does who will not wait.
 
         Raises:
             NotSaved: nothing has got on for `patience_s`; on all ranks alike.
         """
-        waiting = _Waiting(patience_s)
+        waiting = _Waiting(patience_s, way_out)
         standing = self._stand()
         while standing.level.drained < self._pending_due or self._is_skipped_last(step, standing):
             self._wait_on(waiting, standing, step, "memory is still in use for older states")
             standing = self._stand()
         self._snapshots.wait()
         self._take_problems()
-        self.wait_committed(step, patience_s)
-
-    def wait_committed(self, step: int, patience_s: float) -> None:
-        """Wait until the state after `step` is committed. Collective; raises as `save_last`."""
-        waiting = _Waiting(patience_s)
+        waiting.begin_again()
         while (standing := self._stand()).committed < step:
             self._wait_on(waiting, standing, step, "not all of its images are in the store")
         self._hear(standing.committed)
@@ -245,7 +249,7 @@ class Capturing:
         )
 
     def _wait_on(self, waiting: _Waiting, standing: _Standing, step: int, why: str) -> None:
-        """Pause; raise NotSaved on all ranks alike if rank 0 has waited long enough."""
+        """Pause, and tell of it; raise NotSaved on all ranks if rank 0 has waited long enough."""
         is_over = waiting.is_over((standing.level, standing.committed))
         said = all_gather_bytes(self._control, str(int(is_over)).encode())
         if int(said[0]):
@@ -258,14 +262,27 @@ class Capturing:
                 "and give the same command again",
                 step=step,
             )
+        if waiting.is_to_be_told():
+            self._tell_first(
+                "waiting",
+                f"waiting for step {step} to be durable: {why} (at most {waiting.patience_s:.0f} s "
+                f"without progress; {waiting.way_out}: leave it in memory)",
+                step=step,
+            )
         time.sleep(_POLL_S)
 
 
 class _Waiting:
     """Waiting while something gets on."""
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, patience_s: float, way_out: str) -> None:
         self.patience_s = patience_s
+        self.way_out = way_out
+        self._tell_at_s = time.monotonic() + _TOLD_AFTER_S
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Wait for something else from now on, with all patience; it has been told no less."""
         self._standing: object = None
         self._since_s = time.monotonic()
 
@@ -275,6 +292,14 @@ class _Waiting:
         if standing != self._standing:
             self._standing, self._since_s = standing, now_s
         return now_s - self._since_s > self.patience_s
+
+    def is_to_be_told(self) -> bool:
+        """Whether a person should hear of it now: after a moment, and from time to time."""
+        now_s = time.monotonic()
+        is_due = now_s >= self._tell_at_s
+        if is_due:
+            self._tell_at_s = now_s + _TOLD_EVERY_S
+        return is_due
 
 
 def _tiers_in(due: Due) -> str:

@@ -72,7 +72,9 @@ def train(arguments: Arguments, console: Console) -> None:
         kind = "failed" if isinstance(error, RankFailed | StopNow) else "refused"
         events.append(kind, str(error))
         if isinstance(error, RankFailed):
-            display.say(way_on(run_dir.log_path(error.rank), config.run.patience_s))
+            display.say(way_on(config.run.patience_s, run_dir.log_path(error.rank)))
+        elif isinstance(error, StopNow):
+            display.say(way_on(config.run.patience_s))
         raise
     finally:
         display.close()

@@ -228,7 +228,8 @@ class _Run:
             should_stop = self._step(capturing)
         step = self._position.step
         if step > first:
-            capturing.save_last(step, self._job.config.run.patience_s)
+            way_out = "Ctrl-C again" if self._stop.is_requested else "Ctrl-C twice"
+            capturing.save_last(step, self._job.config.run.patience_s, way_out)
         if step > first and step >= steps:
             reason = f"reached run.steps = {steps}"
         elif step >= steps:

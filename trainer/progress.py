@@ -20,6 +20,7 @@ LINE_EVERY_STEPS = 10
 _QUIET_EVENTS = frozenset(
     ("retired", "keeper_started", "keeper_ended", "hint_failed", "client_refused")
 )
+_SPEAK_FOR_THEMSELVES = frozenset(("waiting",))
 _AT_STEP = frozenset(("evaluated", "stopped"))
 
 
@@ -124,6 +125,8 @@ class Display:
 
 def _event_line(report: Mapping[str, Any]) -> str:
     details = report["details"]
+    if report["event"] in _SPEAK_FOR_THEMSELVES:
+        return str(report["reason"])
     step = f" at step {details['step']}" if report["event"] in _AT_STEP else ""
     line = f"{report['event'].replace('_', ' ')}{step}: {report['reason']}"
     if "checkpoint_bytes" in details:
@@ -136,13 +139,13 @@ def _event_line(report: Mapping[str, Any]) -> str:
     return line
 
 
-def way_on(log_path: Path, patience_s: float) -> list[str]:
-    """What to do after a rank has failed."""
-    return [
+def way_on(patience_s: float, log_path: Path | None = None) -> list[str]:
+    """What to do after a rank has failed (its log is named), or a person has cut a run short."""
+    lines = [
         "to go on: give the same command again; it resumes from the newest state that is left",
         f"          within {patience_s:g} s one in memory; later, one on disk or in the store",
-        f"log of that rank: {log_path}",
     ]
+    return lines if log_path is None else [*lines, f"log of that rank: {log_path}"]
 
 
 def summary(run_dir: Path, store: str) -> list[str]:

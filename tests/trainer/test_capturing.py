@@ -232,6 +232,7 @@ def test_the_end_waits_for_memory_for_the_tiers_and_for_the_commit(
     thread = threading.Thread(target=keeper)
     thread.start()
     rank.capturing.save_last(5, patience_s=60)
+    assert "waiting" not in rank.kinds  # it took a moment only
     assert did == ["drained", "committed"]
     thread.join()
     assert Due.STORE in rank.due_of(5)
@@ -248,3 +249,19 @@ def test_an_end_that_cannot_be_saved_says_so_after_its_patience(
     with pytest.raises(NotSaved, match=r"stopped at step 3, .*3 failures .* commit is step 2"):
         rank.capturing.save_last(3, patience_s=0.3)
     assert 0.3 < time.monotonic() - began_s < 60
+
+
+def test_an_end_that_takes_longer_than_a_moment_says_what_it_waits_for(
+    make: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepstep.trainer.capturing._TOLD_AFTER_S", 0.2)
+    monkeypatch.setattr("keepstep.trainer.capturing._TOLD_EVERY_S", 0.4)
+    rank = make()
+    with pytest.raises(NotSaved):
+        rank.capturing.save_last(1, patience_s=0.5, way_out="Ctrl-C again")
+    told = [reason for kind, reason in rank.told if kind == "waiting"]
+    assert told[0] == (
+        "waiting for step 1 to be durable: not all of its images are in the store "
+        "(at most 0 s without progress; Ctrl-C again: leave it in memory)"
+    )
+    assert len(told) == 1

@@ -281,6 +281,29 @@ def test_a_last_step_that_could_not_be_committed_is_committed_by_the_next_start(
     assert [commit.state.step for commit in Log(open_store(store)).read().live] == [6]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_waits_for_its_store_says_so_and_a_second_signal_leaves_it_in_memory(
+    running: tuple[subprocess.Popen[bytes], Path, Path], corpus: Path, number: signal.Signals
+) -> None:
+    process, run_dir, output = running
+    elsewhere = (run_dir / "store").rename(run_dir / "elsewhere")
+    (run_dir / "store").touch()  # as a mount that is gone, with a file in its place
+    process.send_signal(number)
+    assert wait_for_event(run_dir, "waiting", 1), output.read_text()
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    text = output.read_text()
+    assert "Ctrl-C again: leave it in memory)" in text
+    assert f"keepstep: second {number.name}: ended at once" in text
+    assert "to go on: give the same command again" in text
+    last = read_metrics(run_dir)[-1]["step"]
+    (run_dir / "store").unlink()
+    elsewhere.rename(run_dir / "store")
+    status, text = train(run_dir, corpus, *ONE, "--steps", str(last))
+    assert status == 0, text
+    assert read_events(run_dir, "resumed")[-1]["step"] == last
+
+
 # ---- one run at a time
 
 

@@ -74,6 +74,14 @@ def test_steps_and_lines_are_shown() -> None:
     assert lost == []
 
 
+def test_waiting_is_shown_in_its_own_words() -> None:
+    shown = io.StringIO()
+    display = Display(Console(file=shown), lambda why: None)
+    reason = "waiting for step 7 to be durable: ..."
+    display.show({"kind": "event", "event": "waiting", "reason": reason, "details": {"step": 7}})
+    assert shown.getvalue() == f"{reason}\n"
+
+
 def test_the_death_of_a_keeper_is_shown_though_the_launcher_tells_it() -> None:
     shown = io.StringIO()
     display = Display(Console(file=shown), lambda why: None)

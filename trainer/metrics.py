@@ -1,16 +1,19 @@
 """`metrics.jsonl`: what each finished step was. Append-only; one object a step.
 
 A step that is done again appears again: of the lines of a step, the one with the highest
-generation counts, and the last of equals (`read_metrics`).
+generation counts, and the last of equals. A generation that goes on from step n makes all lines of
+older ones above n void, whether it does those steps again or not (`read_metrics`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keepstep.ckpt.events import read_events
 from keepstep.ckpt.jsonlines import JsonLines, read_lines
 
 FILE_NAME = "metrics.jsonl"
@@ -78,10 +81,30 @@ class Metrics:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The line that counts of each step, ascending by step."""
+    """The line that counts of each step of the run's lineage, ascending by step.
+
+    Steps that a later generation went back behind, and has not done again, are void.
+    """
+    lines = read_lines(run_dir / FILE_NAME)
+    bases = _bases(run_dir, lines)
     best: dict[int, dict[str, Any]] = {}
-    for line in read_lines(run_dir / FILE_NAME):
-        known = best.get(line["step"])
-        if known is None or line["generation"] >= known["generation"]:
-            best[line["step"]] = line
+    for line in lines:
+        step, generation = line["step"], line["generation"]
+        is_void = any(newer > generation and base < step for newer, base in bases.items())
+        known = best.get(step)
+        if not is_void and (known is None or generation >= known["generation"]):
+            best[step] = line
     return [best[step] for step in sorted(best)]
+
+
+def _bases(run_dir: Path, lines: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+    """Generation -> the step that it went on from; as told, or as its first line shows."""
+    bases: dict[int, int] = {}
+    for kind in ("started", "resumed"):
+        for event in read_events(run_dir, kind):
+            if "base" in event:
+                bases[event["generation"]] = event["base"][1] if event["base"] else 0
+    for line in lines:
+        before = line["step"] - 1
+        bases[line["generation"]] = min(bases.get(line["generation"], before), before)
+    return bases

@@ -160,7 +160,8 @@ def summary(run_dir: Path, store: str) -> list[str]:
         )
         captured = sum(line.get("captured", False) for line in steps)
         lines.append(f"       {captured} of {len(steps)} steps captured into memory")
-    evaluated = read_events(run_dir, "evaluated")
+    done = steps[-1]["step"] if steps else 0
+    evaluated = [one for one in read_events(run_dir, "evaluated") if one["step"] <= done]
     if evaluated:
         lines.append(
             f"       held-out loss {float(evaluated[-1]['loss']):.4f} after step "

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from keepstep.trainer.progress import Display
+from keepstep.ckpt.events import Events
+from keepstep.trainer.metrics import FILE_NAME, read_metrics
+from keepstep.trainer.progress import Display, summary
 
 STOP = {"kind": "stop_requested", "reason": "asked by SIGTERM"}
 STEP: dict[str, Any] = {
@@ -102,3 +106,39 @@ def test_the_time_that_is_left_is_never_cut_on_a_terminal_of_80_columns() -> Non
         display.show({**STEP, "step": step, "steps": 1000, "grad_norm": "3.472", "loss": "5.7731"})
     display.close()
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown.getvalue().split("loss")[-2]
+
+
+def _line(generation: int, step: int, *, captured: bool) -> dict[str, Any]:
+    loss = 10.0 * generation + step
+    return {"step": step, "generation": generation, "loss": loss, "captured": captured}
+
+
+def _write(run_dir: Path, *lines: dict[str, Any]) -> None:
+    with (run_dir / FILE_NAME).open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def test_the_summary_counts_the_steps_of_the_lineage_alone(tmp_path: Path) -> None:
+    events = Events(tmp_path, role="rank", rank=0)
+    events.append("started", "from nothing", generation=1, base=None)
+    _write(tmp_path, *(_line(1, step, captured=True) for step in range(1, 11)))
+    events.append("evaluated", "", step=10, loss=1.0)
+    assert "steps: 10 done; loss 11.0000 -> 20.0000" in summary(tmp_path, "store")
+    events.append("resumed", "from step 5", generation=2, base=[1, 5])
+    assert "steps: 5 done; loss 11.0000 -> 15.0000" in summary(tmp_path, "store")
+    _write(tmp_path, *(_line(2, step, captured=False) for step in (6, 7)))
+    lines = summary(tmp_path, "store")
+    assert lines[1:3] == [
+        "steps: 7 done; loss 11.0000 -> 27.0000",
+        "       5 of 7 steps captured into memory",
+    ]
+    assert not any("held-out" in line for line in lines)  # that of a step that is void
+    _write(tmp_path, _line(1, 8, captured=True))  # of a run that did not know yet that it is over
+    assert summary(tmp_path, "store") == lines
+
+
+def test_lines_alone_show_where_a_generation_went_on(tmp_path: Path) -> None:
+    _write(tmp_path, *(_line(1, step, captured=True) for step in range(1, 6)))
+    _write(tmp_path, _line(2, 3, captured=True))
+    counting = [(one["generation"], one["step"]) for one in read_metrics(tmp_path)]
+    assert counting == [(1, 1), (1, 2), (2, 3)]

@@ -5,6 +5,7 @@ Asks the keepers that live, by the hints in the store. It promises nothing and c
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import os
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from keepstep.ckpt.explain import SPEEDS, Explanation, explain
 from keepstep.ckpt.lineage import Lineage, state_words
 from keepstep.ckpt.mosaic import Distance
 from keepstep.ckpt.sizes import size_text
-from keepstep.ckpt.survey import Survey, other_inventories, racks_of
+from keepstep.ckpt.survey import Others, Survey, other_inventories, racks_of
 from keepstep.storage.store import Store
 from keepstep.storage.token import TOKEN_VARIABLE, Token, find_token
 
@@ -47,13 +48,17 @@ def find_sources(
     notes: list[str] = []
 
     def tell(kind: str, reason: str, **details: object) -> None:
-        notes.append(reason)
+        if kind != "host_silent":  # said below, of all together
+            notes.append(reason)
 
     token = _token(store)
     if token is None:
         notes.append(f"keepers were not asked: {TOKEN_VARIABLE} is not set")
     job = lineage.job or ""
-    inventories = other_inventories(store, (), job, token, _TIMEOUT_S, None, tell).inventories
+    others = other_inventories(store, (), job, token, _TIMEOUT_S, None, tell)
+    inventories = others.inventories
+    if token is not None:
+        notes += _silence(others)
     survey = Survey(
         store,
         lineage,
@@ -126,7 +131,7 @@ def show_sources(found: Explanation, notes: Sequence[str], console: Console) -> 
             (kind, f"{size_text(size)} at {SPEEDS[kind][0] / 1e9:.1f} GB/s")
             for kind, size in found.bytes_by_speed.items()
         ),
-        ("predicted", f"{found.seconds:.2f} s for one host that reads all of it"),
+        ("predicted", f"{_seconds_text(found.seconds)} for one host that reads all of it"),
     ]
     console.print(views.facts(pairs), Text())
     images = Table(box=None, pad_edge=False)
@@ -154,6 +159,20 @@ def show_sources(found: Explanation, notes: Sequence[str], console: Console) -> 
         console.print(Text(), regions)
     for note in (*notes, *found.odd):
         console.print(Text(f"note: {note}"))
+
+
+def _seconds_text(seconds: float) -> str:
+    return "< 0.01 s" if seconds < 0.01 else f"{seconds:.2f} s"
+
+
+def _silence(others: Others) -> list[str]:
+    """What to say of keepers that gave no inventory: calm if there are none left at all."""
+    silent = others.silent
+    gone = os.strerror(errno.ECONNREFUSED)
+    if silent and not others.inventories and all(gone in why for why in silent.values()):
+        hosts = ", ".join(silent)
+        return [f"no keeper is left ({hosts}), as after every run that has ended"]
+    return [f"{host}: {why}" for host, why in silent.items()]
 
 
 def _token(store: Store) -> Token | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tests.kit.keepers import (
 )
 
 from keepstep.ckpt.entry import Generation
+from keepstep.ckpt.host_hints import HostHint, publish_hint
 from keepstep.ckpt.inventory import HostAddress
 from keepstep.ckpt.log import Log
 from keepstep.ckpt.tiers import Tiers
@@ -60,6 +62,35 @@ def test_a_store_without_keepers_is_the_only_source_and_that_is_said(
     assert status == 0
     assert "step 5 of generation 1, committed" in out
     assert "keepers were not asked" in out
+
+
+def refused_address() -> str:
+    """Where nobody listens."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{unused.getsockname()[1]}"
+
+
+def test_after_the_end_of_a_run_that_no_keeper_is_left_is_one_calm_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEEPSTEP_TOKEN", TOKEN)
+    store = FileStore(tmp_path)
+    begin(store, 5)
+    for host in ("h0", "h1"):
+        publish_hint(store, HostHint(host, refused_address(), "2026-01-01T00:00:00Z", 1))
+    out, _, status = run(capsys, "show", str(tmp_path), "--sources")
+    assert status == 0
+    notes = [line for line in out.splitlines() if line.startswith("note:")]
+    calm = "note: no keeper is left (h0, h1), as after every run that has ended"
+    assert notes == [calm]
+    assert "predicted  < 0.01 s for one host" in out
+    publish_hint(store, HostHint("h1", "no host", "2026-01-01T00:00:00Z", 1))
+    out, _, _ = run(capsys, "show", str(tmp_path), "--sources", "--json")
+    first, second = json.loads(out)["notes"]
+    assert first.startswith("h0: the keeper at 127.0.0.1")
+    assert first.endswith("Connection refused")
+    assert second.startswith("h1: ")
 
 
 def test_a_step_that_is_nowhere_exits_2_in_one_line(

@@ -19,6 +19,7 @@ from keepstep.ckpt.sizes import size_text
 from keepstep.storage.disk_trial import try_disk
 from keepstep.storage.errors import (
     Denied,
+    MissingPackage,
     NoSpace,
     NotFound,
     OutcomeUnknown,
@@ -288,6 +289,7 @@ def place_for_store(path: str) -> str:
 def store_failure(check: str, error: StoreError) -> Finding:
     """What a store's error means to whoever wants to start a run."""
     fixes: dict[type[StoreError], str] = {
+        MissingPackage: "pip install 'keepstep[s3]' on every host, then ask again",
         NotFound: "check the spelling of the URL, and what is mounted there",
         NoSpace: "free space, or raise the quota",
         Denied: "check who may write there: owner and mode, or credentials and the bucket's policy",

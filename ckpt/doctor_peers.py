@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,15 @@ class Peer:
     name: str
     address: str
     generation: int | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it can only be on this host: nobody else reaches that address."""
+        host = self.address.rpartition(":")[0].strip("[]")
+        try:
+            return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        except ValueError:  # a name
+            return False
 
 
 def hinted_peers(store: Store) -> list[Peer]:

@@ -10,6 +10,7 @@
         ├── Truncated               the object ends before the bytes that were asked for
         ├── TooLarge                the object is larger than the caller's bound
         ├── BadKey                  a key that could leave the store's directory, or is malformed
+        ├── MissingPackage          this kind of store needs a package that is not installed
         ├── NoSpace                 disk full or over quota (errno kept)
         └── Denied                  permission, read-only file system, refused credentials
 
@@ -65,6 +66,10 @@ class OutcomeUnknown(StoreError):
 
 class Permanent(StoreError):
     """The same call will fail again until somebody acts."""
+
+
+class MissingPackage(Permanent):
+    """This kind of store needs a package that is not installed."""
 
 
 class NotFound(Permanent, FileNotFoundError):

@@ -9,7 +9,7 @@ import re
 from contextlib import suppress
 from urllib.parse import unquote
 
-from keepstep.storage.errors import BadKey, NotFound, Permanent
+from keepstep.storage.errors import BadKey, MissingPackage, NotFound, Permanent
 from keepstep.storage.file import FileStore
 from keepstep.storage.keys import check_key
 from keepstep.storage.posix import Posix
@@ -217,10 +217,12 @@ def _is_single_writer(text: str, query: str) -> bool:
     return bool(query)
 
 
-def _missing(text: str, error: ImportError) -> Permanent:
-    return _refused(
-        text,
-        f"this kind of store needs a package that is missing ({error}): pip install keepstep[s3]",
+def _missing(text: str, error: ImportError) -> MissingPackage:
+    return MissingPackage(
+        f"cannot open the store {text!r}: this kind of store needs a package that is missing "
+        f"({error}): pip install 'keepstep[s3]'",
+        operation="open",
+        where=text,
     )
 
 

@@ -25,7 +25,7 @@ from keepstep.ckpt.doctor import (
 from keepstep.ckpt.doctor_peers import Peer, check_peers, hinted_peers
 from keepstep.ckpt.hostdir import default_shm_dir
 from keepstep.printing import print_json
-from keepstep.storage.errors import NotFound, StoreError
+from keepstep.storage.errors import MissingPackage, NotFound, StoreError
 from keepstep.storage.locate import check_location, directory_of, open_store
 from keepstep.storage.store import Store
 from keepstep.storage.token import Token
@@ -75,6 +75,8 @@ def doctor(
     """Check shared memory, disk, store, clock, token and peers of this host, before a run."""
     try:
         check_location(store)
+    except MissingPackage:
+        pass  # a finding among others, below
     except StoreError as error:
         sys.stderr.write(f"keepstep: {error}\n")
         sys.exit(2)
@@ -89,7 +91,8 @@ def doctor(
             peers += hinted_peers(place)
         except StoreError as error:
             findings.append(store_failure("peers", error))
-    token_finding, token = check_token(os.environ, token_file, is_needed=bool(peers))
+    is_needed = bool(peer) or any(not one.is_local for one in peers)
+    token_finding, token = check_token(os.environ, token_file, is_needed=is_needed)
     findings.append(token_finding)
     findings += _peers(peers, token, timeout_s)
     if as_json:
@@ -132,7 +135,8 @@ def _peers(peers: list[Peer], token: Token | None, timeout_s: float) -> list[Fin
     if not peers:
         return [Finding("peers", Verdict.NOTE, "none named, and none known to the store")]
     if token is None:
-        what = f"{len(peers)} not asked, for want of a token"
+        where = " on this host" if all(one.is_local for one in peers) else ""
+        what = f"{len(peers)}{where} not asked, for want of a token"
         return [Finding("peers", Verdict.NOTE, what)]
     return check_peers(peers, token, timeout_s)
 

@@ -115,6 +115,24 @@ def test_what_no_store_can_be_is_refused_as_typed(url: str) -> None:
     assert done.stdout == ""
 
 
+def test_without_the_package_of_its_store_all_else_is_checked_still(tmpfs: str) -> None:
+    code = (
+        "import sys; sys.modules['s3fs'] = None; import importlib.util as u;"
+        "find = u.find_spec; u.find_spec = lambda name, *a: None if name == 's3fs' else find(name);"
+        "from keepstep.cli import main;"
+        f"sys.argv = ['keepstep', 'doctor', '--store', 's3://bucket/x', '--shm-dir', {tmpfs!r},"
+        "'--json']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    found = {one["check"]: one for one in json.loads(done.stdout)["findings"]}
+    assert found["store"]["verdict"] == "failed"
+    assert "s3fs" in found["store"]["what"]
+    assert "pip install 'keepstep[s3]'" in found["store"]["fix"]
+    assert found["memory"]["verdict"] == "good"
+    assert "token" in found
+
+
 def test_a_file_in_the_place_of_a_store_fails(tmp_path: Path, tmpfs: str) -> None:
     (tmp_path / "f").write_bytes(b"")
     code, found = findings("--store", str(tmp_path / "f"), "--shm-dir", tmpfs)
@@ -493,6 +511,23 @@ def test_the_command_asks_the_hinted_and_the_named(tmp_path: Path, tmpfs: str) -
         assert (code, found[f"peer {two}"]["verdict"]) == (1, "failed")
         code, found = findings(*words, "--no-hints", env=env)
         assert (code, found["peers"]["verdict"]) == (0, "note")
-        code, found = findings(*words, env={"KEEPSTEP_TOKEN": ""})
-        assert (code, found["token"]["verdict"]) == (1, "failed")
-        assert "want of a token" in found["peers"]["what"]
+
+
+def test_a_token_is_wanted_only_where_another_host_is_to_be_reached(
+    tmp_path: Path, tmpfs: str
+) -> None:
+    store, env = FileStore(tmp_path), {"KEEPSTEP_TOKEN": ""}
+    words = ("--store", str(tmp_path), "--shm-dir", tmpfs)
+    for host, address in (("h0", "127.0.0.1:4000"), ("h1", "[::1]:4001"), ("h2", "localhost:1")):
+        publish_hint(store, HostHint(host, address, "2026-01-01T00:00:00Z", 1))
+    code, found = findings(*words, env=env)
+    assert (code, found["token"]["verdict"], found["peers"]["verdict"]) == (0, "note", "note")
+    assert found["peers"]["what"] == "3 on this host not asked, for want of a token"
+    code, found = findings(*words, "--peer", "127.0.0.1:4000", env=env)
+    assert (code, found["token"]["verdict"]) == (1, "failed")
+    publish_hint(store, HostHint("h3", "10.0.0.3:4000", "2026-01-01T00:00:00Z", 1))
+    code, found = findings(*words, env=env)
+    assert (code, found["token"]["verdict"]) == (1, "failed")
+    assert found["peers"]["what"] == "4 not asked, for want of a token"
+    code, found = findings(*words, "--no-hints", env=env)
+    assert (code, found["token"]["verdict"]) == (0, "note")

@@ -9,7 +9,7 @@ An image counts only beside its state's description. `copies` and `describe` say
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Executor
 
 from keepstep.ckpt.checked_stream import CopyStream, MemoryStream
@@ -25,6 +25,7 @@ from keepstep.ckpt.keys import (
     image_key,
     parse_key,
 )
+from keepstep.ckpt.lineage import state_words
 from keepstep.ckpt.manifest import (
     MANIFEST_BYTES_MAX,
     Description,
@@ -52,14 +53,15 @@ class DiskTier:
     def __init__(self, store: Store) -> None:
         self.store = store
 
-    def put(self, shelved: Shelved, executor: Executor) -> None:
+    def put(self, shelved: Shelved, executor: Executor, is_kept: Callable[[], bool]) -> None:
         """Write an image, and its state's description if it is not there. Durable on return.
 
         The image is verified meanwhile, by a thread of `executor`, and is not there if it is wrong.
-        Nothing is written if it is there already.
+        Nothing is written if it is there already. `is_kept`: whether the image's memory has been
+        its own until now; if not, it is verified again before it is shown.
 
         Raises:
-            Corrupt: the image in memory is not what was sealed.
+            Corrupt: the image in memory is not what was sealed, or not any more.
             StoreError: the disk refused.
         """
         if self.has(shelved.state, shelved.record):
@@ -70,7 +72,7 @@ class DiskTier:
         except NotFound:
             self.store.put(key, encode_description(shelved.description()))
         key = image_key(shelved.state, shelved.rank)
-        stream = MemoryStream(shelved.view, shelved.header, shelved.record, key, executor)
+        stream = MemoryStream(shelved.view, shelved.header, shelved.record, key, executor, is_kept)
         self.store.put_stream(key, stream, shelved.record.size_bytes)
 
     def has(self, state: State, record: ImageRecord) -> bool:
@@ -120,7 +122,8 @@ class DiskTier:
         data = self.store.get_range(name, 0, header_size(head, name, size_bytes))
         header = parse(data, name, size_bytes)
         if (header.state, header.rank) != (key.state, key.rank):
-            expected, found = f"{key.state}, rank {key.rank}", f"{header.state}, rank {header.rank}"
+            expected = f"{state_words(key.state)}, rank {key.rank}"
+            found = f"{state_words(header.state)}, rank {header.rank}"
             raise FormatError(name, "state", expected, found)
         record = ImageRecord(key.rank, size_bytes, len(data), digest128(data))
         return Copy(key.state, record, Tier.DISK, header.plan_digest)

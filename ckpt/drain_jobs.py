@@ -22,12 +22,14 @@ class Job:
         due: where it goes.
         is_on_disk: whether the disk has it.
         needs_slot: whether its rank must not write over it.
+        is_handed: whether the store lane has it; then that ends the job.
     """
 
     shelved: Shelved
     due: Due
     is_on_disk: bool = False
     needs_slot: bool = True
+    is_handed: bool = False
 
 
 def without_memory(shelved: Shelved) -> Shelved:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from keepstep.ckpt.drain_queue import Ticket
 from keepstep.ckpt.errors import Corrupt, FormatError
-from keepstep.ckpt.lane import Failure
+from keepstep.ckpt.lane import Failure, Late
 from keepstep.ckpt.lineage import state_words
 from keepstep.ckpt.service import Reporter
 from keepstep.ckpt.shelf import Shelved
@@ -53,6 +53,18 @@ class DrainTelling:
             failing_s=failure.failing_s,
             steps=sorted({ticket.state.step for ticket in tickets}),
             ranks=sorted({ticket.rank for ticket in tickets}),
+        )
+
+    def late(self, late: Late, then: str) -> None:
+        """The tier neither has an image nor fails."""
+        self._tell(
+            "disk_slow",
+            late.ticket,
+            f"{_what(late.ticket)} has been on its way to the {self._tier.value} for "
+            f"{late.under_way_s:.1f} s without an error: it is slow, or hangs; look at it with "
+            f"`iostat` and `dmesg`; {then}",
+            under_way_s=late.under_way_s,
+            waiting_steps=sorted({ticket.state.step for ticket in late.waiting}),
         )
 
     def superseded(self, ticket: Ticket) -> None:

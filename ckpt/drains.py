@@ -7,7 +7,8 @@ not begun.
 
 `drained` is told for an image when the disk has it; without a disk, when the store has it, or when
 the store has failed for so long that memory is worth more to newer states. Then it is still tried
-while it lies where it was.
+while it lies where it was. A disk that hangs is gone past: what is due in the store goes there from
+memory, and whichever has it first lets the slot go. What the other then takes is compared again.
 """
 
 from __future__ import annotations
@@ -39,8 +40,11 @@ PAUSES_IN_PATIENCE = 10
 patience finds out in time that a store has been mended."""
 
 DISK_PARTS = 5
-"""A disk that fails for this part of a patience is not waited for any more: a run that waits at its
-end for one patience must not fail over copies that it can do without."""
+"""A disk that fails, or hangs, for this part of a patience is not waited for any more: a run that
+waits at its end for one patience must not fail over copies that it can do without."""
+
+LATE_MIN_S = 0.5
+"""No disk is called slow before: to make a small file durable may take that on a busy one."""
 
 _VERIFIERS = 2
 
@@ -100,7 +104,14 @@ class Drains:
                 self._verifiers,
                 patience_s / DISK_PARTS,
             )
-            self._disk_lane = Lane("disk", DISK_WRITERS, self._to_disk, pause_max_s)
+            self._disk_lane = Lane(
+                "disk",
+                DISK_WRITERS,
+                self._to_disk,
+                pause_max_s,
+                late_s=max(patience_s / DISK_PARTS, LATE_MIN_S),
+                on_late=self._to_disk.late,
+            )
 
     def enter(self, tenure: Tenure) -> None:
         """See `Service.enter`. What is void or can never be committed any more is let go."""

@@ -2,14 +2,15 @@
 
 Kinds, by who tells them:
 
-    launcher   refused, failed, repaired, display_lost, keeper_died, keeper_failed, keeper_lingers
+    launcher   refused, failed, repaired, display_lost, keeper_died, keeper_hung, keeper_failed,
+               keeper_lingers
     rank       started, resumed, config_changed, checkpoint_passed_over, state_passed_over,
                copy_passed_over, snapshot_incomplete, evaluated, skipped, capture_skipped,
                capturing_again, capture_failed, capture_mode, put_off, waiting, stopped
     keeper     keeper_started, adopted, keeper_ended, capture_lost, checkpoint_committed,
                checkpoint_failed, commit_recovered, retired, retention_failed, superseded,
                drain_failed, drain_recovered, drain_gave_up, drain_superseded, drain_lost, corrupt,
-               unprotected, protected, and others that say what they are
+               disk_slow, unprotected, protected, and others that say what they are
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 
 from keepstep.ckpt.disk_tier import DiskTier
@@ -11,13 +11,16 @@ from keepstep.ckpt.drain_jobs import Job, Jobs
 from keepstep.ckpt.drain_queue import Ticket
 from keepstep.ckpt.drain_telling import DrainTelling
 from keepstep.ckpt.errors import Corrupt
-from keepstep.ckpt.lane import Failure, Lane
+from keepstep.ckpt.lane import Failure, Lane, Late
 from keepstep.ckpt.plan import Plan
 from keepstep.ckpt.service import Reporter
-from keepstep.ckpt.shelf import Shelf
+from keepstep.ckpt.shelf import Shelf, Shelved
 from keepstep.ckpt.tenure import Tenure
 from keepstep.ckpt.tiers import Due, Tier
 from keepstep.storage.errors import StoreError
+
+HANGING_TIMES = 4
+"""After so many times of being late, what is due on the disk alone keeps its slot no more."""
 
 
 class ToDisk:
@@ -70,23 +73,53 @@ class ToDisk:
             is_given_up = ticket in self._gave_up
             self._gave_up.discard(ticket)
         if not is_given_up and not self._put(job):
-            self._jobs.end(ticket)
+            if self._is_mine(job):
+                self._jobs.end(ticket)
             return False
         if job.is_on_disk:
             self._jobs.release(ticket)
             self._retain()
-        if Due.STORE in job.due:
-            self._store_lane.add(ticket)
-        else:
-            self._jobs.end(ticket)
+        if self._is_mine(job):
+            if Due.STORE in job.due:
+                self._store_lane.add(ticket)
+            else:
+                self._jobs.end(ticket)
         return job.is_on_disk
+
+    def late(self, late: Late) -> Collection[Ticket]:
+        """An `OnLate`: a disk that hangs, or crawls, holds up neither the store nor slots for ever.
+
+        What is due in the store goes there from its slot, and the disk may have it later. What is
+        due on the disk alone keeps its slot for a while.
+        """
+        then = "what is due in the store too goes there from memory"
+        is_hanging = late.times >= HANGING_TIMES
+        if is_hanging:
+            then += "; slots may be used for newer states"
+        if late.times & (late.times - 1) == 0:
+            self._telling.late(late, then)
+        passed = []
+        for ticket in (late.ticket, *late.waiting):
+            job = self._jobs.find(ticket)
+            if job is None:
+                passed.append(ticket)
+            elif Due.STORE in job.due:
+                if self._is_mine(job):
+                    self._store_lane.add(ticket)
+                passed.append(ticket)
+            elif is_hanging:
+                self._jobs.release(ticket)
+                passed.append(ticket)
+        return passed
 
     def dropped(self, ticket: Ticket) -> None:
         """See `LaneWork.dropped`."""
         self._telling.superseded(ticket)
         with self._lock:
             self._gave_up.discard(ticket)
-        self._jobs.end(ticket)
+        job = self._jobs.find(ticket)
+        if job is not None and self._is_mine(job):
+            self._jobs.end(ticket)
 
     def failed(self, failure: Failure) -> None:
         """See `LaneWork.failed`."""
@@ -104,20 +137,37 @@ class ToDisk:
         """See `LaneWork.recovered`."""
         self._telling.recovered(tries, failing_s)
 
+    def _is_mine(self, job: Job) -> bool:
+        """Whether the job goes on, or ends, where this is asked: it does so once."""
+        with self._lock:
+            is_handed, job.is_handed = job.is_handed, True
+        return not is_handed
+
     def _put(self, job: Job) -> bool:
         """Whether the disk has the image; if not, it never will."""
-        shelved = job.shelved
+        shelved = self._image(job)
         with self._shelf.hold(shelved) as is_there:
             if not is_there:
                 self._telling.lost(shelved)
                 return False
             try:
-                self._disk().put(shelved, self._verifiers)
+                self._disk().put(shelved, self._verifiers, lambda: job.needs_slot)
             except Corrupt as error:
-                self._telling.corrupt(shelved, error, Tier.MEMORY)
+                if job.needs_slot:
+                    self._telling.corrupt(shelved, error, Tier.MEMORY)
+                else:
+                    self._telling.lost(shelved)  # written over, by right
                 return False
         job.is_on_disk = True
         return True
+
+    def _image(self, job: Job) -> Shelved:
+        """The image, with its memory if that is still there."""
+        shelved = job.shelved
+        if job.needs_slot:
+            return shelved
+        found = self._shelf.find(shelved.state, shelved.rank)
+        return found if found is not None and found.record == shelved.record else shelved
 
     def _retain(self) -> None:
         """Let go of older states, as the policy says. What fails now is done the next time."""

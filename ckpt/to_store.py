@@ -22,6 +22,10 @@ from keepstep.ckpt.tiers import Tier
 from keepstep.storage.store import Store
 
 
+class _CameToDiskError(Exception):
+    """Memory was written over since a late disk has the image. Never leaves this file."""
+
+
 class ToStore:
     """A `LaneWork`.
 
@@ -110,26 +114,44 @@ class ToStore:
                 return tier.put(ticket.state, shelved.record, shelved.header, stream)
             except Corrupt as error:
                 self._telling.corrupt(shelved, error, Tier.DISK)
-        return self._upload_from_memory(tier, ticket)
+            return self._upload_from_memory(tier, ticket)
+        try:
+            return self._upload_from_memory(tier, ticket)
+        except _CameToDiskError:
+            return self._upload(tier, ticket, job)
 
     def _upload_from_memory(self, tier: StoreTier, ticket: Ticket) -> DoneRecord | None:
         job = self._jobs.find(ticket)
+        if job is None:
+            self._telling.missing(ticket)
+            return None
+        was_on_disk = job.is_on_disk
         shelved = self._shelf.find(ticket.state, ticket.rank)
-        if job is None or shelved is None or shelved.record != job.shelved.record:
+        if shelved is None or shelved.record != job.shelved.record:
+            if job.is_on_disk and not was_on_disk:
+                raise _CameToDiskError
             self._telling.missing(ticket)
             return None
         with self._shelf.hold(shelved) as is_there:
             if not is_there:
+                if job.is_on_disk and not was_on_disk:
+                    raise _CameToDiskError
                 self._telling.missing(ticket)
                 return None
             key = image_key(ticket.state, ticket.rank)
             stream = MemoryStream(
                 shelved.view, shelved.header, shelved.record, key, self._verifiers
             )
-            # Without the slot, the image may be written over while it is sent: look once more.
-            check = None if job.needs_slot else stream.verify
+
+            def check() -> None:
+                # Without the slot, the image may have been written over while it was sent.
+                if not job.needs_slot:
+                    stream.verify()
+
             try:
                 return tier.put(ticket.state, shelved.record, shelved.header, stream, check)
             except Corrupt as error:
+                if job.is_on_disk and not was_on_disk:
+                    raise _CameToDiskError from error
                 self._telling.corrupt(shelved, error, Tier.MEMORY)
                 return None

@@ -30,6 +30,7 @@ from keepstep.ckpt.frames import receive_frame, send_frame
 from keepstep.ckpt.hostdir import HostDir
 from keepstep.ckpt.inventory import Inventory
 from keepstep.ckpt.keeper_errors import KINDS, KeeperGone, KeeperRunning, Refusal
+from keepstep.ckpt.lineage import state_words
 from keepstep.ckpt.manifest import Description, State, decode_description
 from keepstep.ckpt.pool_errors import PoolTooLarge
 
@@ -74,7 +75,7 @@ class KeeperClient:
     def describe(self, state: State) -> Description:
         """What a state in the inventory is. Raises NoSuchState and FormatError."""
         answer = self._ask(Describe(state), Described)
-        return decode_description(answer.data, f"the keeper's description of {state}")
+        return decode_description(answer.data, f"the keeper's description of {state_words(state)}")
 
     def enter(self, enter: Enter) -> Entered:
         """Enter a generation. Blocking: memory is made and touched.

@@ -21,6 +21,7 @@ import msgspec
 
 from keepstep.ckpt.control import Enter
 from keepstep.ckpt.keeper_errors import NoRoom, Refusal, Stale
+from keepstep.ckpt.lineage import state_words
 from keepstep.ckpt.manifest import GENERATION_MAX, STEP_MAX, State
 from keepstep.ckpt.placement import mesh_size
 from keepstep.ckpt.pool_table import SlotStatus, Writer
@@ -367,9 +368,9 @@ def choose_peer(
     candidates = new + again if len(its_own) < count else again
     if not candidates:
         raise NoRoom(
-            f"no slot for the image of rank {rank} in {state}: it has {len(its_own)} of {count}, "
-            f"all ranks have acknowledged only up to step {agreed_acked}, and no other slot of "
-            f"{size_bytes} bytes is free"
+            f"no slot for the image of rank {rank} in {state_words(state)}: it has "
+            f"{len(its_own)} of {count}, all ranks have acknowledged only up to step "
+            f"{agreed_acked}, and no other slot of {size_bytes} bytes is free"
         )
     return candidates[0].index
 

@@ -9,6 +9,7 @@ from keepstep.ckpt.keeper_core import check_fence, choose_peer
 from keepstep.ckpt.keeper_errors import NoRoom, Stale
 from keepstep.ckpt.keeper_memory import KeeperMemory
 from keepstep.ckpt.keys import image_key
+from keepstep.ckpt.lineage import state_words
 from keepstep.ckpt.manifest import ImageRecord, State
 from keepstep.ckpt.pool import Slot
 from keepstep.ckpt.pool_table import SlotStatus
@@ -48,12 +49,12 @@ class PeerMemory:
             is_ready = memory.is_adopted.is_set() and memory.is_complete
             if tenure is None or not is_ready or generation != tenure.generation:
                 raise NoRoom(
-                    f"no slot for the image of rank {rank} in {state}: host "
+                    f"no slot for the image of rank {rank} in {state_words(state)}: host "
                     f"{memory.config.host} is not ready for generation {generation} yet"
                 )
             if state.generation != generation:
                 raise Stale(
-                    f"{who} sends {state} under generation {generation}",
+                    f"{who} sends {state_words(state)} under generation {generation}",
                     generation=memory.promise.generation,
                     term=memory.promise.term,
                 )

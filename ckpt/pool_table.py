@@ -28,6 +28,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from keepstep.ckpt.keeper_errors import SlotsTaken, Stale
+from keepstep.ckpt.lineage import state_words
 from keepstep.ckpt.manifest import State
 from keepstep.ckpt.pool_errors import PoolDamaged, WrongStatus
 from keepstep.ckpt.tiers import Due
@@ -465,8 +466,8 @@ class SlotRow:
         fence = self._header.fence
         if state.generation < fence:
             raise Stale(
-                f"slot {self.index} may not take {state}: the keeper of this host promised "
-                f"generation {fence}; this process is superseded, end it",
+                f"slot {self.index} may not take {state_words(state)}: the keeper of this host "
+                f"promised generation {fence}; this process is superseded, end it",
                 generation=fence,
             )
 
@@ -474,9 +475,10 @@ class SlotRow:
         found = self.status
         if found not in statuses:
             raise WrongStatus(
-                f"slot {self.index} of the pool ({self.state}, rank {self.rank}, written by pid "
-                f"{self.writer.pid}): expected {' or '.join(s.name for s in statuses)}, found "
-                f"{found.name}; two processes think they own it"
+                f"slot {self.index} of the pool ({state_words(self.state)}, rank {self.rank}, "
+                f"written by pid {self.writer.pid}): expected "
+                f"{' or '.join(s.name for s in statuses)}, found {found.name}; two processes think "
+                "they own it"
             )
 
     def _set(self, status: SlotStatus) -> None:

@@ -22,6 +22,7 @@ from keepstep.ckpt.guard import UpdateGuard
 from keepstep.ckpt.hostdir import HostDir
 from keepstep.ckpt.image import ImageHeader, build, items_of
 from keepstep.ckpt.keeper_errors import SlotsTaken
+from keepstep.ckpt.lineage import state_words
 from keepstep.ckpt.manifest import State
 from keepstep.ckpt.overlap import OverlapChoice
 from keepstep.ckpt.plan import Plan
@@ -234,7 +235,9 @@ class Snapshots:
         """
         opened = self._open()
         if state.generation != opened.generation:
-            raise WrongMoment(f"{state} is not of generation {opened.generation}, which is open")
+            raise WrongMoment(
+                f"{state_words(state)} is not of generation {opened.generation}, which is open"
+            )
         began_s = time.perf_counter()
         guard_ms, self._guard_ms = self._guard_ms, 0.0
         if self._began_s is not None:

@@ -23,6 +23,10 @@ class BeginRefused(CheckpointError):
     """The run cannot begin here; nothing was changed. On all ranks alike."""
 
 
+PEER_SILENT_S = 10.0
+"""A silent peer holds a beginning up no longer than this, whatever the patience."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Home:
     """This rank's host.
@@ -43,7 +47,7 @@ class Home:
     host_dir: Path | None = None
     disk_dir: Path | None = None
     token: Token | None = None
-    timeout_s: float = 10.0
+    timeout_s: float = PEER_SILENT_S
 
 
 def _apply(staged: Staged) -> None:

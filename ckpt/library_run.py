@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from keepstep.ckpt.agree import agree, all_gather_bytes, broadcast_bytes
 from keepstep.ckpt.begin import begin
-from keepstep.ckpt.beginning import Begun, Home, Wanted
+from keepstep.ckpt.beginning import PEER_SILENT_S, Begun, Home, Wanted
 from keepstep.ckpt.control import Enter, Entered
 from keepstep.ckpt.errors import CheckpointError, NotCommitted
 from keepstep.ckpt.events import Events
@@ -209,7 +209,7 @@ class LibraryRun:
                 host_dir=host_dir,
                 disk_dir=Path(config.disk_dir) if config.disk_dir else None,
                 token=_token(config.token_file),
-                timeout_s=config.patience_s,
+                timeout_s=min(config.patience_s, PEER_SILENT_S),
             )
             return begin(self._group, self._registry, structure, store, log, home, wanted)
 

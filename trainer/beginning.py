@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from keepstep.ckpt.begin import begin
-from keepstep.ckpt.beginning import BeginRefused, Begun, Home, Wanted
+from keepstep.ckpt.beginning import PEER_SILENT_S, BeginRefused, Begun, Home, Wanted
 from keepstep.ckpt.keeper_client import KeeperClient
 from keepstep.ckpt.keeper_config import KeeperConfig
 from keepstep.ckpt.keeper_process import host_dir_of
@@ -33,7 +33,6 @@ from keepstep.trainer.resume import check_resumable
 from keepstep.trainer.train_step import Trainable
 
 _FETCH_THREADS_MAX = 4
-_PEER_SILENT_S = 10.0
 
 
 def begin_run(
@@ -93,7 +92,7 @@ def begin_run(
             host_dir=host_dir,
             disk_dir=Path(keeper.disk_dir) if keeper.disk_dir else None,
             token=find_token(os.environ, keeper.token_file),
-            timeout_s=min(patience_s, _PEER_SILENT_S),
+            timeout_s=min(patience_s, PEER_SILENT_S),
         )
         try:
             return begin(control, registry, structure, store, log, home, wanted)

@@ -45,6 +45,9 @@ from keepstep.ckpt.structures import Structures
 POLL_S = 0.05
 """How often the table is looked at without a ring."""
 
+BEAT_S = 0.1
+"""How often there is a sign of life, as long as the table is looked at."""
+
 LEAVE_S = 2.0
 """How long services may take to end when the memory is left to a successor."""
 
@@ -83,6 +86,9 @@ class Keeper:
         )
         self._services: Services | None = None
         self._is_ready = threading.Event()
+        self._has_looked = threading.Event()
+        self._is_watching = True
+        self._has_ended = threading.Event()
         self._wake, self._woken = _wake_pipe()
         self._bell = Bell(place.bell)
         self._control = ControlServer(place.control, self, self._on_refused)
@@ -106,12 +112,17 @@ class Keeper:
             generation=memory.promise.generation,
             term=memory.promise.term,
         )
+        beat = threading.Thread(target=self._beat, name="keepstep-beat", daemon=True)
+        beat.start()
         reason = self._watch()
+        self._is_watching = False
         if reason:
             is_over = self._finish(self._services)
         else:
             reason, is_over = "it was asked to end; the memory stays for its successor", False
             self._leave(self._services)
+        self._has_ended.set()
+        beat.join()
         self._events.tell("keeper_ended", reason, keeper_pid=memory.me.pid, is_removed=is_over)
         self._bell.close()
         memory.close()
@@ -161,6 +172,19 @@ class Keeper:
         self._sealer.wait_idle(self._config.patience_s)
         self._memory.leave(rank, writer, is_finished=is_finished)
 
+    def _beat(self) -> None:
+        """Signs of life, for who minds this keeper: it is replaced when there is none for long.
+
+        None while the table is not looked at, so that not only a stopped process is found: unless
+        a rank enters, which holds that up for as long as it takes to make memory for its slots, or
+        the keeper is ending, which is bounded.
+        """
+        while not self._has_ended.wait(BEAT_S):
+            is_entered = self._memory.entering.locked()
+            if self._has_looked.is_set() or is_entered or not self._is_watching:
+                self._has_looked.clear()
+                self._place.beat()
+
     def _watch(self) -> str:
         """Look at the table, at each ring and every so often, until there is a reason to end.
 
@@ -177,6 +201,7 @@ class Keeper:
             if ready - {self._bell.socket.fileno()}:
                 self._memory.bury()
             self._sealer.submit_captured()
+            self._has_looked.set()
             if not self._sealer.is_alive:
                 raise SystemExit("the thread that seals has died: see above")
             reason = self._memory.why_end()

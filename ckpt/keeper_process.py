@@ -32,6 +32,9 @@ READY_S = 60.0
 REPLACE_S = 10.0
 """How long an older keeper may take to end after it was asked."""
 
+LOOKS_IN_PATIENCE = 8
+"""How often, in a patience, a sign of life is looked for."""
+
 _POLL_S = 0.02
 _WORDS_BYTES = 2000
 
@@ -59,6 +62,33 @@ class Backoff:
         return pause_s
 
 
+class Silence:
+    """How long a keeper has given no sign of life. Counts from its first one. Pure.
+
+    What counts is how often it was looked at in vain, and not the clock alone: a machine, or a
+    container, that was stopped whole, must not find its keeper guilty of that.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self.look_every_s = patience_s / LOOKS_IN_PATIENCE
+        self._patience_s = patience_s
+        self._beat = 0
+        self._silent_s = 0.0
+        self._looked_s = 0.0
+
+    def is_over(self, beat: int, now_s: float) -> bool:
+        """Whether there was no new `beat` (0: none) for a patience: said once for each silence."""
+        since_s = min(now_s - self._looked_s, 2 * self.look_every_s)
+        self._looked_s = now_s
+        if beat != self._beat or not self._beat:
+            self._beat = beat or self._beat
+            self._silent_s = 0.0
+            return False
+        was_over = self._silent_s >= self._patience_s
+        self._silent_s += since_s
+        return not was_over and self._silent_s >= self._patience_s
+
+
 class KeeperProcess:
     """One host's keeper.
 
@@ -79,6 +109,7 @@ class KeeperProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
         self._started_s = 0.0
+        self._silence = Silence(config.patience_s)
 
     @property
     def host(self) -> str:
@@ -132,6 +163,7 @@ class KeeperProcess:
             ) from error
         self._pidfd = os.pidfd_open(self._child.pid)
         self._started_s = time.monotonic()
+        self._silence = Silence(self._config.patience_s)
 
     def wait_ready(self, timeout_s: float = READY_S) -> None:
         """Until the keeper answers. Blocking.
@@ -157,6 +189,32 @@ class KeeperProcess:
                     f"{self.host_dir} after {timeout_s:.0f} s: {self.last_words()}"
                 )
             time.sleep(_POLL_S)
+
+    @property
+    def look_every_s(self) -> float:
+        """How often `look` is to be called."""
+        return self._silence.look_every_s
+
+    def look(self, tell: Tell) -> None:
+        """Look for a sign of life, and kill a keeper that has given none for a patience.
+
+        It is then found dead, and started anew. Returns at once.
+        """
+        if self._pidfd < 0:
+            return
+        beat = HostDir(self.host_dir).beat_of(self.pid)
+        if not self._silence.is_over(beat, time.monotonic()):
+            return
+        tell(
+            "keeper_hung",
+            f"host {self.host}: its keeper (pid {self.pid}) has given no sign of life for "
+            f"{self._config.patience_s:g} s (is it stopped, or does its machine hang?); it is "
+            "killed, and started anew",
+            of_host=self.host,
+            keeper_pid=self.pid,
+        )
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def reap(self) -> tuple[str, float]:
         """Take the end of a keeper that has ended: how, in words, and for how long it lived."""
@@ -197,7 +255,7 @@ class KeeperProcess:
 
 
 class KeeperMinder:
-    """Starts a host's keeper anew whenever it dies: a thread of the host's first rank."""
+    """Starts a host's keeper anew whenever it dies or hangs: a thread of the host's first rank."""
 
     def __init__(self, process: KeeperProcess, tell: Tell) -> None:
         """Mind a keeper that was started.
@@ -223,7 +281,13 @@ class KeeperMinder:
 
     def _mind(self) -> None:
         backoff = Backoff()
-        while not _is_readable((self._process.pidfd, self._wake), self._wake):
+        while True:
+            ready = _readable((self._process.pidfd, self._wake), self._process.look_every_s)
+            if self._wake in ready:
+                return
+            if not ready:
+                self._process.look(self._tell)
+                continue
             how, lived_s = self._process.reap()
             pause_s = backoff.pause_s(lived_s)
             tell_death(self._tell, self._process, how, pause_s)
@@ -311,11 +375,15 @@ def _has_exited(pidfd: int, timeout_s: float) -> bool:
 
 def _is_readable(fds: tuple[int, ...], wanted: int, timeout_s: float | None = None) -> bool:
     """Wait for any of `fds` to be readable (or at its end); whether `wanted` is."""
+    return wanted in _readable(fds, timeout_s)
+
+
+def _readable(fds: tuple[int, ...], timeout_s: float | None) -> set[int]:
     poller = select.poll()
     for fd in fds:
         poller.register(fd, select.POLLIN)
     ready = poller.poll(None if timeout_s is None else max(0.0, timeout_s) * 1e3)
-    return any(fd == wanted for fd, _ in ready)
+    return {fd for fd, _ in ready}
 
 
 def _ended(code: int) -> str:

@@ -255,6 +255,7 @@ class _Keeper:
     backoff: Backoff
     start_at_s: float | None = None
     """When to start it anew; None: it lives, or nobody tries any more."""
+    look_at_s: float = 0.0
 
 
 class _Minder:
@@ -303,6 +304,7 @@ class _Minder:
                 break
             due_s = [one.start_at_s for one in self._keepers] + [self._deadline_s]
             waits_s = [max(0.0, at_s - now_s) for at_s in due_s if at_s is not None]
+            waits_s += [self._look(one, now_s) for one in self._keepers]
             for key, _ in self._selector.select(min(waits_s, default=None)):
                 rank, handle = key.data
                 if rank in self._ranks or rank < 0:
@@ -312,6 +314,14 @@ class _Minder:
             if first.is_refusal:
                 raise ResumeRefused(first.message)
             raise RankFailed(f"rank {first.rank}: {first.message}", rank=first.rank)
+
+    def _look(self, one: _Keeper, now_s: float) -> float:
+        """Look for a sign of life if it is time; in how many seconds it is again."""
+        if now_s >= one.look_at_s:
+            one.look_at_s = now_s + one.process.look_every_s
+            if not self._is_leaving:
+                one.process.look(self._tell)
+        return one.look_at_s - now_s
 
     def _died(self, one: _Keeper, pidfd: int) -> None:
         """A keeper has ended. While ranks need it: start it anew after a pause."""

@@ -21,6 +21,7 @@ from keepstep.ckpt.keeper_process import (
     KeeperFailed,
     KeeperMinder,
     KeeperProcess,
+    Silence,
     host_dir_of,
     replace_older,
 )
@@ -64,6 +65,17 @@ def test_pauses_double_up_to_a_limit_and_begin_anew_after_a_healthy_life() -> No
     backoff = Backoff(first_s=1.0, most_s=5.0, healthy_s=30.0)
     assert [backoff.pause_s(0.1) for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
     assert [backoff.pause_s(30.0), backoff.pause_s(0.1)] == [1.0, 2.0]
+
+
+def test_a_keeper_is_silent_after_a_patience_of_looks_without_a_new_beat() -> None:
+    silence = Silence(8.0)
+    assert silence.look_every_s == 1.0
+    assert not any(silence.is_over(0, now_s) for now_s in range(100)), "it has yet to begin"
+    assert not any(silence.is_over(1000 + now_s, now_s) for now_s in range(100, 200))
+    over = [silence.is_over(1199, now_s) for now_s in range(200, 220)]
+    assert over == [number == 7 for number in range(20)], "said once"
+    assert not silence.is_over(5, 300)
+    assert not silence.is_over(5, 1000), "who looks was stopped too"
 
 
 def test_nobody_there_is_nothing_to_replace(tmp_path: Path, place: HostDir) -> None:
@@ -232,3 +244,25 @@ def test_a_keeper_that_nobody_comes_to_ends_and_is_waited_for(
     assert process.wait_end(20.0)
     assert process.pidfd == -1
     assert process.wait_end(0.0)
+
+
+@pytest.mark.ranks
+def test_a_keeper_that_is_stopped_is_killed_after_a_patience_and_started_anew(
+    config: KeeperConfig, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    process = started(msgspec.structs.replace(config, patience_s=2.0), tmp_path / "first")
+    minder = KeeperMinder(process, lambda kind, reason, **details: told.append(kind))
+    place = HostDir(process.host_dir)
+    before = place.beat_of(process.pid)
+    wait_for(lambda: place.beat_of(process.pid) not in (0, before), "no sign of life")
+    time.sleep(3.0)
+    assert told == [], "a keeper that nobody enters lives all the same"
+    stopped = process.pid
+    began_s = time.monotonic()
+    os.kill(stopped, signal.SIGSTOP)
+    wait_for(lambda: process.pid != stopped, "no keeper was started anew")
+    assert time.monotonic() - began_s > 1.5
+    process.wait_ready()
+    assert told == ["keeper_hung", "keeper_died"]
+    minder.close()

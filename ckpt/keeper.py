@@ -24,7 +24,8 @@ from keepstep.ckpt.disk_tier import DiskTier
 from keepstep.ckpt.entering import enter_rank
 from keepstep.ckpt.errors import CheckpointError
 from keepstep.ckpt.host_answers import HostAnswers, wait_adopted
-from keepstep.ckpt.hostdir import HostDir, make_host_dir
+from keepstep.ckpt.host_damage import explained
+from keepstep.ckpt.hostdir import HostDir, host_dir_path, make_host_dir
 from keepstep.ckpt.inventory import Inventory
 from keepstep.ckpt.keeper_config import KeeperConfig, read_config
 from keepstep.ckpt.keeper_control import ControlServer
@@ -37,6 +38,7 @@ from keepstep.ckpt.last_words import end_with_any_thread
 from keepstep.ckpt.manifest import State
 from keepstep.ckpt.once import Once
 from keepstep.ckpt.pool import Pool
+from keepstep.ckpt.pool_errors import PoolError
 from keepstep.ckpt.pool_table import Writer
 from keepstep.ckpt.sealer import Sealer
 from keepstep.ckpt.shelf import Shelf, Shelved
@@ -63,7 +65,7 @@ class Keeper:
     def __init__(self, config: KeeperConfig, place: HostDir, events: KeeperEvents) -> None:
         """Open or make the pool, take up what an earlier keeper left, listen. Holds the lock.
 
-        Raises CheckpointError and OSError.
+        Raises CheckpointError; OSError if it cannot listen.
         """
         self._config = config
         self._place = place
@@ -94,8 +96,11 @@ class Keeper:
         self._control = ControlServer(place.control, self, self._on_refused)
         self._control.start()
 
-    def run(self) -> None:
-        """Serve until there is a reason to end. Blocking; on return all threads have ended."""
+    def run(self) -> str:
+        """Serve until there is a reason to end, which is returned.
+
+        Blocking; on return all threads have ended.
+        """
         memory = self._memory
         self._services = Services(memory, self._answers, self._port_before)
         if memory.tenure is not None:
@@ -129,6 +134,7 @@ class Keeper:
         memory.pool.close()
         if is_over:
             self._place.remove()
+        return reason
 
     # Served: called by the control socket's threads
 
@@ -281,26 +287,39 @@ def _hold(place: HostDir, config: KeeperConfig) -> HostDir:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a keeper. Exit code 0: ended as it should; 2: bad configuration; 3: there is one."""
+    """Run a keeper.
+
+    Exit code 0: ended as it should; 2: bad configuration; 3: there is one; 4: the host directory
+    cannot be used, or there is no room for it.
+    """
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m keepstep.ckpt.keeper CONFIG.json\n")
         return 2
     try:
         config = read_config(Path(arguments[0]))
         events = KeeperEvents(config)
-        place = make_host_dir(Path(config.shm_dir), config.job, config.host)
+        path = host_dir_path(config.shm_dir, config.job, config.host)
+        with explained(path):
+            place = make_host_dir(Path(config.shm_dir), config.job, config.host)
     except (CheckpointError, OSError) as error:
         sys.stderr.write(f"keeper: {error}\n")
         return 2
     try:
-        place = _hold(place, config)
+        with explained(path):
+            place = _hold(place, config)
+            setproctitle.setproctitle(f"keepstep: keeper host {config.host} run {config.job}")
+            end_with_any_thread(events.tell)
+            # The lock ends with this process: until then its threads may write to the memory.
+            keeper = Keeper(config, place, events)
     except KeeperRunning as error:
         sys.stderr.write(f"keeper: {error}\n")
         return 3
-    setproctitle.setproctitle(f"keepstep: keeper host {config.host} run {config.job}")
-    end_with_any_thread(events.tell)
-    # The lock ends with this process: until then its threads may write to the memory.
-    Keeper(config, place, events).run()
+    except PoolError as error:
+        events.tell("keeper_refused", str(error))
+        sys.stderr.write(f"keeper: {error}\n")
+        return 4
+    reason = keeper.run()
+    sys.stderr.write(f"keeper: ended: {reason}\n")  # who started it may only see its end
     return 0
 
 

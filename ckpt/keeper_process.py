@@ -20,10 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from keepstep.ckpt.errors import CheckpointError
+from keepstep.ckpt.host_damage import explained
 from keepstep.ckpt.hostdir import HostDir, host_dir_path
 from keepstep.ckpt.keeper_client import KeeperClient
 from keepstep.ckpt.keeper_config import KeeperConfig
 from keepstep.ckpt.keeper_errors import KeeperGone
+from keepstep.ckpt.pool_errors import PoolError
 from keepstep.ckpt.pool_table import Writer
 from keepstep.ckpt.process import is_running
 
@@ -175,6 +177,11 @@ class KeeperProcess:
         assert child is not None
         deadline_s = time.monotonic() + timeout_s
         while True:
+            if child.poll() == 0:
+                raise KeeperFailed(
+                    f"host {self.host}: its keeper (pid {child.pid}) has ended by itself, before "
+                    f"a rank came to it: {self.last_words()}"
+                )
             if child.poll() is not None:
                 raise KeeperFailed(
                     f"host {self.host}: its keeper ended with {_ended(child.returncode)} "
@@ -321,18 +328,21 @@ def replace_older(host_dir: Path, host: str, timeout_s: float = REPLACE_S) -> in
     """End the keeper that is alive in `host_dir`, if one is; its pid, or 0. Blocking.
 
     Raises:
-        HostDirRefused: the directory is not safely this user's.
-        KeeperFailed: the keeper cannot be ended.
+        KeeperFailed: the keeper cannot be ended; or the directory is not safely this user's, or is
+            damaged.
     """
     place = HostDir(host_dir)
     deadline_s = time.monotonic() + timeout_s
     asked = 0
     while True:
         try:
-            place.check()
-            holder = place.holder()
+            with explained(host_dir):
+                place.check()
+                holder = place.holder()
         except FileNotFoundError:
             return asked
+        except PoolError as error:
+            raise KeeperFailed(f"host {host}: {error}") from error
         if holder is None:
             return asked
         if holder.pid:

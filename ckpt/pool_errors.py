@@ -5,6 +5,8 @@ PoolError                       base; a CheckpointError
 ├── PoolDamaged                 the file is not a pool, or its table makes no sense
 ├── PoolFull                    all rows of the table are in use
 ├── WrongStatus                 a slot is not in the status that the call needs
+├── HostDirDamaged              what an earlier keeper left cannot be used
+├── HostDirFull                 no room for it
 └── HostDirRefused              a directory that is not safely ours, or a name that cannot be used
 """
 
@@ -41,6 +43,14 @@ class PoolFull(PoolError):
 
 class WrongStatus(PoolError):
     """A slot is not in the status that the call needs: two processes think they own it."""
+
+
+class HostDirDamaged(PoolError):
+    """What an earlier keeper left in a host directory cannot be used; says how to free it."""
+
+
+class HostDirFull(PoolError):
+    """A host directory's file system has no room for it; says what to do."""
 
 
 class HostDirRefused(PoolError):

@@ -266,3 +266,22 @@ def test_a_keeper_that_is_stopped_is_killed_after_a_patience_and_started_anew(
     process.wait_ready()
     assert told == ["keeper_hung", "keeper_died"]
     minder.close()
+
+
+@pytest.mark.ranks
+def test_a_keeper_that_ended_by_itself_says_why(config: KeeperConfig, tmp_path: Path) -> None:
+    process = started(config, tmp_path / "first")
+    os.kill(process.pid, signal.SIGTERM)
+    wait_for(lambda: HostDir(process.host_dir).holder() is None, "it has not ended")
+    os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(
+        KeeperFailed, match="by itself, before a rank came to it: keeper: ended: it was asked to"
+    ):
+        process.wait_ready()
+    process.reap()
+
+
+def test_a_lock_that_is_a_link_is_told_with_what_to_do(place: HostDir, tmp_path: Path) -> None:
+    place.lock.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(KeeperFailed, match=r"h0: .*lock: Too many levels.*`keepstep clean"):
+        replace_older(place.path, "h0")

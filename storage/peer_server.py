@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol, TypeVar, runtime_checkable
@@ -168,10 +168,11 @@ class StoreHandlers:
             )
         response = web.StreamResponse(status=status, headers=_headers(source))
         response.content_length = length
-        await response.prepare(request)
-        if length:
-            await self._send_body(request, source, offset, length)
-        await response.write_eof()
+        with suppress(aiohttp.ClientConnectionResetError):  # the reader is gone: nobody to tell
+            await response.prepare(request)
+            if length:
+                await self._send_body(request, source, offset, length)
+            await response.write_eof()
         return response
 
     async def _send_body(
@@ -180,7 +181,7 @@ class StoreHandlers:
         """Send the bytes behind the transport's back: it has nothing more of its own to send."""
         transport = request.transport
         if transport is None:
-            raise ConnectionResetError("the reader is gone")
+            raise aiohttp.ClientConnectionResetError("the reader is gone")
         connection: socket.socket = transport.get_extra_info("socket")
         own = socket.socket(fileno=os.dup(connection.fileno()))  # stays good if the loop closes it
         own.settimeout(self._timeout_s)

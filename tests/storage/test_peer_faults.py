@@ -3,6 +3,8 @@ from __future__ import annotations
 import http.client
 import os
 import socket
+import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -324,6 +326,31 @@ def test_a_reader_that_stops_reading_holds_up_nobody(tmp_path: Path) -> None:
         store.close()
         for raw in stuck:
             raw.close()
+
+
+def test_a_reader_that_goes_before_its_answer_leaves_no_traceback(
+    inner: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_asked, goes_on = threading.Event(), threading.Event()
+
+    class Slow(FaultyStore):
+        def begin(self, operation: str, key: str) -> None:
+            is_asked.set()
+            assert goes_on.wait(WAIT_S)
+
+    with server_of(Slow(inner)) as address:
+        host, _, port = address.partition(":")
+        with socket.create_connection((host, int(port)), WAIT_S) as connection:
+            text = f"GET /v1/disk/k HTTP/1.1\r\nHost: x\r\nAuthorization: {TOKEN.header}\r\n\r\n"
+            connection.sendall(text.encode())
+            assert is_asked.wait(WAIT_S)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        time.sleep(0.2)  # the server's loop hears of it
+        goes_on.set()
+        store = PeerStore(address, "disk", TOKEN, WAIT_S)
+        assert store.get("k", SIZE_BYTES) == pattern(SIZE_BYTES)
+        store.close()
+    assert [each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == []
 
 
 def test_an_object_that_shrinks_while_it_is_sent_is_a_cut_body(tmp_path: Path) -> None:

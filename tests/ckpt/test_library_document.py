@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +62,25 @@ def _alone(rank: int, world: int, code: str, directory: Path) -> bool:
     return same
 
 
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A directory whose sockets' paths are short enough, wherever pytest keeps its own."""
+    with tempfile.TemporaryDirectory(prefix="ks-") as path:
+        yield Path(path)
+
+
 @pytest.mark.parametrize(
     ("name", "world"), [("one process", 1), ("ddp", 2), ("fsdp2", 2), ("hsdp", 4)]
 )
-def test_a_stop_and_a_new_start_change_no_bit(name: str, world: int, tmp_path: Path) -> None:
+def test_a_stop_and_a_new_start_change_no_bit(name: str, world: int, short: Path) -> None:
     run = _alone if world == 1 else _twice
-    assert run_ranks(world, run, _examples()[name], tmp_path, timeout_s=120) == [True] * world
-    told = read_events(tmp_path / "stopped" / "run")
+    assert run_ranks(world, run, _examples()[name], short, timeout_s=120) == [True] * world
+    told = read_events(short / "stopped" / "run")
     kinds = [one["event"] for one in told]
     assert not {"capture_failed", "unserved", "unprotected"} & set(kinds), told
     (resumed,) = [one for one in told if one["event"] == "resumed"]
     assert resumed["step"] == STOP
-    assert not list((tmp_path / "stopped" / "shm").glob("*"))  # nothing outlives a run that is over
+    assert not list((short / "stopped" / "shm").glob("*"))  # nothing outlives a run that is over
 
 
 def test_every_example_is_run() -> None:

@@ -34,6 +34,7 @@ READY_S = 60.0
 REPLACE_S = 10.0
 """How long an older keeper may take to end after it was asked."""
 
+SILENCE_MIN_S = 5.0
 LOOKS_IN_PATIENCE = 8
 """How often, in a patience, a sign of life is looked for."""
 
@@ -72,8 +73,9 @@ class Silence:
     """
 
     def __init__(self, patience_s: float) -> None:
-        self.look_every_s = patience_s / LOOKS_IN_PATIENCE
-        self._patience_s = patience_s
+        # A busy machine does not run every process each second, whatever the patience.
+        self.patience_s = max(patience_s, SILENCE_MIN_S)
+        self.look_every_s = self.patience_s / LOOKS_IN_PATIENCE
         self._beat = 0
         self._silent_s = 0.0
         self._looked_s = 0.0
@@ -86,9 +88,9 @@ class Silence:
             self._beat = beat or self._beat
             self._silent_s = 0.0
             return False
-        was_over = self._silent_s >= self._patience_s
+        was_over = self._silent_s >= self.patience_s
         self._silent_s += since_s
-        return not was_over and self._silent_s >= self._patience_s
+        return not was_over and self._silent_s >= self.patience_s
 
 
 class KeeperProcess:
@@ -215,7 +217,7 @@ class KeeperProcess:
         tell(
             "keeper_hung",
             f"host {self.host}: its keeper (pid {self.pid}) has given no sign of life for "
-            f"{self._config.patience_s:g} s (is it stopped, or does its machine hang?); it is "
+            f"{self._silence.patience_s:g} s (is it stopped, or does its machine hang?); it is "
             "killed, and started anew",
             of_host=self.host,
             keeper_pid=self.pid,

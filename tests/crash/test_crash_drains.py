@@ -163,7 +163,7 @@ def test_after_a_power_loss_in_a_bigger_save_too(tmp_path: Path) -> None:
         tmp_path, seed=6, tensors=BIGGER, every=8, act=drained, posix_class=ThreadedPosix
     )
     assert figures.wrong == []
-    assert figures.states > 500
+    assert figures.states > 200  # how many depends on which thread's writes are not synced
 
 
 class NoSync(ThreadedPosix):

@@ -8,15 +8,16 @@ it as of any other damage, chunk by chunk.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
 
 from keepstep.ckpt.encoding import SPAN_BYTES, EncodedImage
 from keepstep.ckpt.keys import encoded_key, image_key
 from keepstep.ckpt.manifest import ImageRecord, Manifest
 from keepstep.ckpt.zstd_frames import NotDecodable, content, decode_span
-from keepstep.storage.errors import Permanent, TooLarge, Truncated
-from keepstep.storage.store import Buffer, Capabilities, ObjectInfo, Store
+from keepstep.storage.errors import TooLarge, Truncated
+from keepstep.storage.read_only import ReadOnly
+from keepstep.storage.store import Capabilities, ObjectInfo, Store
 from keepstep.storage.writer import as_bytes_view
 
 
@@ -40,11 +41,13 @@ class _Image:
         self.starts = list(accumulate(sizes, initial=encoded.header_bytes))
 
 
-class PlainView:
+class PlainView(ReadOnly):
     """A read-only store. Thread-safe; holds some 40 MB for each thread that reads.
 
     Keys that are no encoded image of the manifest are those of the store behind it.
     """
+
+    why_read_only = "the view of a checkpoint's images can only be read; write to the store itself"
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store = store
@@ -129,29 +132,9 @@ class PlainView:
         """See `Store.list`: what is stored, as it is stored."""
         return self._store.list(prefix)
 
-    def put(self, key: str, data: Buffer) -> None:
-        """Raises Permanent: this is for reading."""
-        raise self._read_only("put", key)
-
-    def put_stream(self, key: str, chunks: Iterable[Buffer], size_bytes: int) -> None:
-        """Raises Permanent."""
-        raise self._read_only("put_stream", key)
-
-    def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Raises Permanent."""
-        raise self._read_only("put_if_absent", key)
-
-    def delete(self, key: str) -> None:
-        """Raises Permanent."""
-        raise self._read_only("delete", key)
-
     def leftovers(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `Store.leftovers`."""
         return self._store.leftovers(prefix)
-
-    def sweep(self, leftover: ObjectInfo) -> None:
-        """Raises Permanent."""
-        raise self._read_only("sweep", leftover.key)
 
     def _header(self, image: _Image) -> bytes:
         stored = self._store.get_range(image.key, 0, image.encoded.header_bytes)
@@ -190,14 +173,5 @@ class PlainView:
             f"{image.key} in {self.url}: expected {image.encoded.size_bytes} bytes for an image of "
             f"{image.record.size_bytes}, by its frames in the manifest; {found}",
             key=image.key,
-            where=self.url,
-        )
-
-    def _read_only(self, operation: str, key: str) -> Permanent:
-        return Permanent(
-            f"{operation} {key!r} in {self.url}: the view of a checkpoint's images can only be "
-            "read; write to the store itself",
-            operation=operation,
-            key=key,
             where=self.url,
         )

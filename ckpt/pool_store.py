@@ -9,20 +9,23 @@ at the table again afterwards. Who uses `view` checks what was read against the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from keepstep.ckpt.keys import ImageKey, image_key, parse_key
 from keepstep.ckpt.pool import Pool, Slot
 from keepstep.ckpt.pool_errors import PoolDamaged
 from keepstep.ckpt.pool_table import SlotFacts, SlotStatus
-from keepstep.storage.errors import NotFound, Permanent, TooLarge, Truncated
+from keepstep.storage.errors import NotFound, TooLarge, Truncated
 from keepstep.storage.keys import check_key, check_prefix
-from keepstep.storage.store import Buffer, Capabilities, ObjectInfo
+from keepstep.storage.read_only import ReadOnly
+from keepstep.storage.store import Capabilities, ObjectInfo
 from keepstep.storage.writer import as_bytes_view
 
 
-class PoolStore:
+class PoolStore(ReadOnly):
     """Reads the images that are SEALED at the moment of each call. Thread-safe."""
+
+    why_read_only = "a pool can only be read as a store; its images come from ranks and peers"
 
     def __init__(self, pool: Pool) -> None:
         """The pool must stay open for as long as slots are added to it."""
@@ -92,30 +95,10 @@ class PoolStore:
             if key.startswith(prefix)
         )
 
-    def put(self, key: str, data: Buffer) -> None:
-        """Raises Permanent: images come by the table alone."""
-        raise self._read_only("put", key)
-
-    def put_stream(self, key: str, chunks: Iterable[Buffer], size_bytes: int) -> None:
-        """Raises Permanent."""
-        raise self._read_only("put_stream", key)
-
-    def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Raises Permanent."""
-        raise self._read_only("put_if_absent", key)
-
-    def delete(self, key: str) -> None:
-        """Raises Permanent."""
-        raise self._read_only("delete", key)
-
     def leftovers(self, prefix: str) -> Iterator[ObjectInfo]:
         """None: what is not sealed is not in this store."""
         check_prefix(prefix, operation="leftovers", where=self.url)
         return iter(())
-
-    def sweep(self, leftover: ObjectInfo) -> None:
-        """Raises Permanent."""
-        raise self._read_only("sweep", leftover.key)
 
     def _sealed(self) -> Iterator[tuple[Slot, SlotFacts]]:
         for slot in self._pool.slots:
@@ -166,15 +149,6 @@ class PoolStore:
     def _gone(self, operation: str, key: str, why: str) -> NotFound:
         return NotFound(
             f"{operation} {key!r} in {self.url}: {why}",
-            operation=operation,
-            key=key,
-            where=self.url,
-        )
-
-    def _read_only(self, operation: str, key: str) -> Permanent:
-        return Permanent(
-            f"{operation} {key!r} in {self.url}: a pool can only be read as a store; its images "
-            "come from ranks and peers",
             operation=operation,
             key=key,
             where=self.url,

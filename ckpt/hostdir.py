@@ -229,16 +229,6 @@ def make_host_dir(shm_dir: Path, job: str, host: str) -> HostDir:
     return _made(place)
 
 
-def find_host_dir(shm_dir: Path, job: str, host: str) -> HostDir | None:
-    """The host directory of (job, host), or None. Raises as `make_host_dir`."""
-    place = HostDir(host_dir_path(shm_dir, job, host))
-    try:
-        place.check()
-    except FileNotFoundError:
-        return None
-    return place
-
-
 def check_shm_dir(shm_dir: Path) -> None:
     """Raise HostDirRefused unless the directory of all host directories is safely ours."""
     with _opened(shm_dir, None):

@@ -119,15 +119,6 @@ class Shelf:
         with self._lock:
             return frozenset(self._held)
 
-    def take_down_unless_held(self, shelved: Shelved) -> bool:
-        """Take an image down whose slot is to be reused; False, and nothing done, if it is held."""
-        with self._lock:
-            if self._held[shelved.slot]:
-                return False
-            if self._images.get((shelved.state, shelved.rank)) is shelved:
-                del self._images[shelved.state, shelved.rank]
-            return True
-
     def watch(self, callback: Callable[[Shelved], None]) -> None:
         """Have `callback` called with each own image from now on, by step for each rank."""
         with self._lock:

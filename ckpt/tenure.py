@@ -43,7 +43,3 @@ class Tenure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def is_committer(self) -> bool:
         """Whether this host's keeper is the one that commits."""
         return self.addresses[self.committer].host == self.host
-
-    def host_of(self, rank: int) -> str:
-        """Id of the host on which `rank` is."""
-        return self.addresses[self.hosts[rank]].host

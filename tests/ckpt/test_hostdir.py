@@ -18,7 +18,6 @@ from keepstep.ckpt.hostdir import (
     SOCKET_PATH_BYTES_MAX,
     HostDir,
     default_shm_dir,
-    find_host_dir,
     make_host_dir,
     shm_dir_of_run,
     shm_dirs_of_runs,
@@ -53,9 +52,6 @@ def test_both_directories_are_made_for_us_alone(shm: Path) -> None:
     assert place.path == shm / "run-7.b.h0"
     assert (mode(shm), mode(place.path)) == (0o700, 0o700)
     assert make_host_dir(shm, "run-7.b", "h0") == place
-    assert find_host_dir(shm, "run-7.b", "h0") == place
-    assert find_host_dir(shm, "run-7.b", "h1") is None
-    assert find_host_dir(shm.parent / "none", "job", "h0") is None
 
 
 def test_the_default_is_in_shared_memory_and_has_the_users_number() -> None:
@@ -96,9 +92,8 @@ def test_a_symlink_in_the_place_of_a_directory_is_refused(
     else:
         shm.mkdir(mode=0o700)
         (shm / "job.h0").symlink_to(theirs)
-    for call in (make_host_dir, find_host_dir):
-        with pytest.raises(HostDirRefused, match="is a symlink or no directory"):
-            call(shm, "job", "h0")
+    with pytest.raises(HostDirRefused, match="is a symlink or no directory"):
+        make_host_dir(shm, "job", "h0")
     assert list(theirs.iterdir()) == []
 
 

@@ -209,6 +209,7 @@ class World:
             one.seat.agreed_acked = step - 1
             assert process.stdout.readline() == f"sealed {step}\n"
         self._wait_committed(State(1, LAST - 1))
+        eventually(lambda: one.seat.acked >= LAST - 1, "h1 has what h0 sent")
         one.seal(LAST, LAST % 3, Due.STORE)
         self._wait_stopped(process.pid)
 

@@ -17,7 +17,7 @@ from keepstep.storage.errors import AlreadyExists, StoreError
 from keepstep.storage.store import Store
 
 TRIAL_PREFIX = "doctor/"
-_WRITERS = 4
+RACING_WRITERS = 4
 _PUTS = 5
 _OBJECT_BYTES = 4_096
 _TICK_S = 0.01
@@ -65,8 +65,8 @@ class PutTrial:
     within_s: float
 
 
-def try_appends(store: Store) -> AppendTrial:
-    """Let threads race for one key by put_if_absent. Leaves nothing behind.
+def try_appends(store: Store, writers: int = RACING_WRITERS) -> AppendTrial:
+    """Let `writers` threads race for one key by put_if_absent. Leaves nothing behind.
 
     Raises: StoreError, if the store cannot be asked; Permanent, if it says that it cannot do this.
     """
@@ -78,7 +78,7 @@ def try_appends(store: Store) -> AppendTrial:
             begun_s = time.perf_counter()
             store.put_if_absent(key, b"alone")
             times_ms.append((time.perf_counter() - begun_s) * 1_000)
-        winners = _race(store, race)
+        winners = _race(store, race, writers)
         data = store.get(race, 100)
         is_kept = data in winners
         with suppress(AlreadyExists):
@@ -86,7 +86,7 @@ def try_appends(store: Store) -> AppendTrial:
             is_kept = False
     finally:
         _remove(store, [race, *alone])
-    return AppendTrial(_WRITERS, len(winners), is_kept, statistics.median(times_ms))
+    return AppendTrial(writers, len(winners), is_kept, statistics.median(times_ms))
 
 
 def try_puts(store: Store) -> PutTrial:
@@ -121,9 +121,9 @@ def try_puts(store: Store) -> PutTrial:
     )
 
 
-def _race(store: Store, key: str) -> list[bytes]:
+def _race(store: Store, key: str, writers: int) -> list[bytes]:
     """What the winners wrote."""
-    start = threading.Barrier(_WRITERS)
+    start = threading.Barrier(writers)
 
     def write(number: int) -> bytes | None:
         text = b"writer %d" % number
@@ -134,8 +134,8 @@ def _race(store: Store, key: str) -> list[bytes]:
             return None
         return text
 
-    with ThreadPoolExecutor(_WRITERS) as pool:
-        return [text for text in pool.map(write, range(_WRITERS)) if text is not None]
+    with ThreadPoolExecutor(writers) as pool:
+        return [text for text in pool.map(write, range(writers)) if text is not None]
 
 
 def _remove(store: Store, keys: list[str]) -> None:
